@@ -1,0 +1,432 @@
+"""
+rollout.py — the search agent: protocol, trajectory, and a batched sampler that keeps tokens exact.
+
+    trajectories = rollout(model, tokenizer, questions, retriever, SEARCH_R1, rollouts_per_question=8)
+
+Reading order: Protocol (what the agent is told) -> Trajectory (what it did) -> Codec (text <-> ids) -> Row (one rollout's turns)
+-> SlotCache and rollout() (many rollouts through a fixed number of slots). replay() turns demonstrations into trajectories.
+
+Token-in, token-out: ids are never decoded and encoded again. Text is decoded only to look for tags and to extract the answer.
+
+Departures from Search-R1 (commit a14dc3a), each pinned by a test:
+ 1. the ids trained on are the ids sampled; the tag or end-of-sequence token that ends a turn is among them, also when pad == eos.
+ 2. only text the policy sampled is scored: not the prompt, a passage or a retry message.
+ 3. passages are cut to the token limit first and wrapped in <information> afterwards, so the closing tag always survives.
+ 4. a trajectory that does not fit the context stops (finish "length"); nothing slides off, sampled and scored contexts are equal.
+ 5. tags and special tokens inside passages and questions are neutralised; an <information> the policy writes is text like any other.
+ 6. a query runs from the last <search> before </search>, an answer from the last <answer> before </answer>.
+"""
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+from dataclasses import dataclass, field
+
+import torch
+from transformers import Cache
+
+from data import extract_answer, load_questions, normalize_answer
+from policy import stop_ids, vocabulary_logits
+
+PREFILL_TOKENS = 16384  # padded tokens in one forward; bounds the activations of a prefill
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The agent's rules as data; another protocol is another value. Limits are in tokens of the policy's tokenizer."""
+    prompt: str                         # with {question}; wrapped in the chat template if the tokenizer has one
+    retry: str                          # forced after a turn that neither searched nor answered
+    search: tuple[str, str] = ("<search>", "</search>")
+    answer: tuple[str, str] = ("<answer>", "</answer>")
+    information: tuple[str, str] = ("\n\n<information>", "</information>\n\n")
+    other_tags: tuple[str, ...] = ("<think>", "</think>", "<information>", "</information>")  # neutralised in passages, too
+    passage: str = "Doc {i}(Title: {title}) {text}\n"   # one passage of an observation
+    passages: int = 3                   # top-k of a search
+    max_searches: int = 4               # turns that may search; an invalid turn uses one up; one more turn follows to answer
+    max_turn_tokens: int = 500
+    max_observation_tokens: int = 500   # passages and their wrapping
+
+
+SEARCH_R1 = Protocol(
+    prompt="Answer the question below. Each time you receive new information, first reason about it between <think> and </think>. "
+    "If you then find that some knowledge is missing, call a search engine with <search> query </search>; its top results are "
+    "returned between <information> and </information>. You may search as often as you like. As soon as nothing more is needed, "
+    "give the answer between <answer> and </answer>, short and without explanation, for example <answer> Beijing </answer>. "
+    "Question: {question}\n",
+    retry="\nMy last action was not valid. To search, I put the query between <search> and </search>. To answer, I put the answer "
+    "between <answer> and </answer>. I try again.\n",
+)
+
+
+def save_protocol(protocol, folder):
+    text = json.dumps(dataclasses.asdict(protocol), indent=2, ensure_ascii=False) + "\n"
+    (pathlib.Path(folder) / "protocol.json").write_text(text, encoding="utf-8")
+
+
+def load_protocol(folder):
+    """The protocol a model folder was trained with (protocol.json), else SEARCH_R1, which a foreign model is asked to follow."""
+    path = pathlib.Path(folder) / "protocol.json"
+    if not path.is_file():
+        return SEARCH_R1
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return Protocol(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+
+@dataclass
+class Search:
+    """One executed search: the query, the ids of the passages returned, and whether one of them contains a golden answer."""
+    query: str
+    passage_ids: list[str]
+    hit: bool
+
+
+@dataclass
+class Trajectory:
+    """One rollout. response_ids, sampled and logprobs always have equal lengths: only `append` writes them."""
+    question_id: str
+    group: int                          # which question occurrence of the batch: the GRPO group
+    prompt_ids: list[int]
+    response_ids: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)        # 1: sampled by the policy, 0: forced (passages, retry). the loss mask
+    logprobs: list[float] = field(default_factory=list)     # from the forward pass that sampled the token; 0.0 where forced
+    searches: list[Search] = field(default_factory=list)
+    n_invalid: int = 0
+    finish: str = ""                    # "answer", "turns" (none left) or "length" (context full)
+    answer: str | None = None
+    reward: float = 0.0
+
+    @property
+    def n_searches(self):
+        return len(self.searches)
+
+    def append(self, token, sampled, logprob=0.0):
+        self.response_ids.append(token), self.sampled.append(sampled), self.logprobs.append(logprob)
+
+    def __len__(self):
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+# -----------------------------------------------------------------------------
+# text <-> ids
+
+@functools.lru_cache(maxsize=4)
+def ids_containing(tokenizer, characters):
+    """Ids whose text contains one of `characters` (the last ones of the closing tags): only these can complete a tag, so only
+    after these is a turn decoded and searched for one."""
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
+    return frozenset(i for i, text in enumerate(texts) if characters & set(text))
+
+
+class Codec:
+    """Text to ids and back for one tokenizer and protocol. Forced text cannot contain a working tag or special token."""
+
+    def __init__(self, tokenizer, protocol):
+        self.tokenizer, self.protocol = tokenizer, protocol
+        tags = {*protocol.search, *protocol.answer, *protocol.other_tags, *tokenizer.all_special_tokens}
+        tags |= {token.content for token in tokenizer.added_tokens_decoder.values()}
+        self.tags = re.compile("|".join(re.escape(tag) for tag in sorted(tags, key=len, reverse=True)), re.IGNORECASE)
+        self.information = [self.encode(text) for text in protocol.information]
+        self.retry = self.encode(protocol.retry)
+        self.closing_ids = ids_containing(tokenizer, frozenset(protocol.search[1][-1] + protocol.answer[1][-1]))
+        self.passage_tokens = protocol.max_observation_tokens - sum(map(len, self.information))
+        if self.passage_tokens < 1:
+            raise ValueError(f"max_observation_tokens {protocol.max_observation_tokens} leaves no room for passages; raise it")
+
+    def neutralise(self, text):
+        """"</information>" -> "< /information>": still readable, no longer a tag or a special token."""
+        return self.tags.sub(lambda match: match[0][0] + " " + match[0][1:], text)
+
+    def encode(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def prompt(self, question):
+        question = self.neutralise(question.strip())
+        text = self.protocol.prompt.replace("{question}", question if question.endswith("?") else question + "?")
+        if self.tokenizer.chat_template:
+            message = [{"role": "user", "content": text}]
+            return self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+        return self.tokenizer.encode(text)  # with the tokenizer's own beginning-of-sequence token, if it has one
+
+    def observation(self, passages):
+        """Passages cut to the limit first and wrapped afterwards, so the closing tag is always there."""
+        text = "".join(self.protocol.passage.format(i=i, title=p.title, text=p.text) for i, p in enumerate(passages, 1))
+        opening, closing = self.information
+        return opening + self.encode(self.neutralise(text))[: self.passage_tokens] + closing
+
+
+# -----------------------------------------------------------------------------
+# one rollout
+
+class Row:
+    """A trajectory under way. `feed` holds the ids of the trajectory that are not in the KV cache yet, `length` those that are."""
+
+    def __init__(self, trajectory, question, codec, max_context, stop_tokens):
+        self.trajectory, self.question, self.codec = trajectory, question, codec
+        self.max_context, self.stop_tokens = max_context, stop_tokens
+        self.feed, self.length = [], len(trajectory.prompt_ids)
+        self.turn, self.turn_start, self.query, self.invalid = 0, 0, None, False
+
+    def accept(self, token, logprob):
+        """Append a sampled token and see whether it ends the turn: sets finish, query or invalid."""
+        trajectory, protocol = self.trajectory, self.codec.protocol
+        trajectory.append(token, 1, logprob)
+        self.feed = [token]
+        turn_ids = trajectory.response_ids[self.turn_start :]
+        last_turn = self.turn == protocol.max_searches
+        if token in self.codec.closing_ids:
+            # a tag's ">" may be merged with what follows it, so tags are found in text, never in ids
+            text = self.codec.decode(turn_ids)
+            ends = [(text.find(tag), tag) for tag in (protocol.search[1], protocol.answer[1]) if tag in text]
+            if ends:
+                end, tag = min(ends)
+                opening = protocol.search[0] if tag == protocol.search[1] else protocol.answer[0]
+                if opening not in text[:end]:
+                    self.invalid = True
+                elif tag == protocol.answer[1]:
+                    trajectory.answer, trajectory.finish = extract_answer(text[: end + len(tag)], *protocol.answer), "answer"
+                elif last_turn:
+                    trajectory.finish = "turns"  # no search is left: not executed, so it counts in no stratum
+                else:
+                    self.query = text[text.rfind(opening, 0, end) + len(opening) : end].strip()
+        if not (trajectory.finish or self.query is not None):
+            self.invalid |= token in self.stop_tokens or len(turn_ids) >= protocol.max_turn_tokens
+            if self.invalid:
+                trajectory.n_invalid += 1
+                trajectory.finish = "turns" if last_turn else ""
+            elif len(trajectory) >= self.max_context:
+                trajectory.finish = "length"
+
+    def observe(self, ids):
+        """Append forced ids and begin the next turn, or finish if they and one more token do not fit the context."""
+        self.query, self.invalid = None, False
+        if len(self.trajectory) + len(ids) >= self.max_context:
+            self.trajectory.finish = "length"
+            return
+        for token in ids:
+            self.trajectory.append(token, 0)
+        self.feed = self.feed + ids
+        self.turn, self.turn_start = self.turn + 1, len(self.trajectory.response_ids)
+
+
+def answer_searches(rows, retriever, codec):
+    """End the turn of every row that searched (all queries in one batch) or was invalid."""
+    searching = [row for row in rows if row.query is not None]
+    results = retriever.search([row.query for row in searching], codec.protocol.passages) if searching else []
+    for row, passages in zip(searching, results, strict=True):
+        golden = [answer for answer in map(normalize_answer, row.question.golden_answers) if answer]
+        texts = [f" {normalize_answer(passage.title + ' ' + passage.text)} " for passage in passages]
+        search = Search(row.query, [passage.id for passage in passages], any(f" {g} " in text for g in golden for text in texts))
+        row.observe(codec.observation(passages))
+        if not row.trajectory.finish:  # passages that did not fit were never seen: not executed
+            row.trajectory.searches.append(search)
+    for row in rows:
+        if row.invalid and not row.trajectory.finish:
+            row.observe(codec.retry)
+
+
+# -----------------------------------------------------------------------------
+# many rollouts
+
+class SlotCache(Cache):
+    """One preallocated KV cache per slot; token t of a row always lies at index t of its slot, so no left padding, no holes.
+
+    The next forward reads and writes the slots `rows` (a slice, or a tensor of R slot indices) at `positions` (R, T).
+    """
+
+    def __init__(self, slots, max_context):
+        super().__init__(layers=[])
+        self.slots, self.max_context, self.capacity, self.keys, self.values = slots, max_context, 0, [], []
+
+    def reserve(self, length):
+        if length > self.capacity:  # doubling: a short run never pays for the longest context allowed
+            extra = max(length, min(2 * self.capacity, self.max_context)) - self.capacity
+            for tensors in (self.keys, self.values):
+                tensors[:] = [torch.nn.functional.pad(tensor, (0, 0, 0, extra)) for tensor in tensors]
+            self.capacity += extra
+
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        if layer_idx == len(self.keys):  # zeros, not empty: masked positions still enter a product with weight 0
+            for tensors, new in ((self.keys, keys), (self.values, values)):
+                tensors.append(new.new_zeros(self.slots, new.shape[1], self.capacity, new.shape[3]))
+        for tensors, new in ((self.keys, keys), (self.values, values)):                     # new (R, heads, T, head_dim)
+            tensors[layer_idx][self.row_ids[:, None], :, self.positions] = new.transpose(1, 2)
+        return self.keys[layer_idx][self.rows, :, : self.read], self.values[layer_idx][self.rows, :, : self.read]
+
+    def get_seq_length(self, layer_idx=0):
+        return 0  # positions are given explicitly
+
+    def load(self, slot, length):
+        return [tensor[slot, :, :length].clone() for tensor in self.keys + self.values]
+
+    def store(self, slot, prefix):
+        for tensor, part in zip(self.keys + self.values, prefix):
+            tensor[slot, :, : part.shape[1]] = part
+
+
+def encode(model, cache, slots, feeds, lengths):
+    """Run the R lists of ids `feeds` behind the `lengths` ids already cached in `slots`; -> last hidden state of each (R, D)."""
+    if len(feeds) > 1 and len(feeds) * max(map(len, feeds)) > PREFILL_TOKENS:
+        half = len(feeds) // 2
+        parts = (slice(half), slice(half, None))
+        return torch.cat([encode(model, cache, slots[p], feeds[p], lengths[p]) for p in parts])
+    width, device = max(map(len, feeds)), model.device
+    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in feeds], device=device)                 # (R, T)
+    starts = torch.tensor(lengths, device=device)                                                        # (R,)
+    cache.row_ids = torch.tensor(slots, device=device)                                                   # (R,)
+    # all slots in order are a view, without copying the cache
+    cache.rows = slice(len(slots)) if slots == list(range(len(slots))) else cache.row_ids
+    cache.read = max(length + len(ids) for length, ids in zip(lengths, feeds))
+    # padding writes where later tokens of the row will overwrite it; nothing real is ever that far, so no query sees it
+    cache.positions = starts[:, None] + torch.arange(width, device=device)                               # (R, T)
+    cache.positions = cache.positions.clamp(max=cache.read)
+    cache.reserve(cache.read + 1)
+    hidden_keys = torch.arange(cache.read, device=device) > cache.positions[:, None, :, None]            # (R, 1, T, S)
+    mask = torch.zeros(hidden_keys.shape, dtype=model.dtype, device=device)  # additive: every attention implementation takes it
+    mask.masked_fill_(hidden_keys, torch.finfo(model.dtype).min)
+    positions = cache.positions.clamp(max=cache.read - 1)
+    out = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True)
+    last = torch.tensor([len(ids) - 1 for ids in feeds], device=device)                                  # (R,)
+    return out.last_hidden_state[torch.arange(len(feeds), device=device), last]                          # (R, D)
+
+
+def sample(logits, temperature, generator):
+    """Logits (R, V) float32 -> ids (R,) and their log-probs (R,). Temperature 0 is greedy, scored at temperature 1.
+
+    Inverse-CDF sampling: much cheaper than torch.multinomial. float64, so that a token of probability 0 is never drawn.
+    """
+    logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)                                  # (R, V)
+    if temperature == 0:
+        ids = logits.argmax(-1)
+    else:
+        cdf = logprobs.double().exp().cumsum(-1)                                                         # (R, V)
+        total = cdf[:, -1:]
+        u = torch.rand(total.shape, dtype=torch.float64, device=logits.device, generator=generator) * total
+        u = torch.minimum(u, torch.nextafter(total, torch.zeros_like(total)))
+        ids = torch.searchsorted(cdf, u, right=True)[:, 0]
+    return ids, logprobs.gather(-1, ids[:, None])[:, 0]
+
+
+@torch.no_grad()
+def rollout(model, tokenizer, questions, retriever, protocol, rollouts_per_question=1, temperature=1.0, slots=64,
+            max_context=4096, generator=None):
+    """Sample `rollouts_per_question` trajectories for every question; -> list[Trajectory], question by question.
+
+    questions: objects with id, question, golden_answers (data.Question). retriever: `search(queries, k)` (retriever.py).
+    temperature 0 is greedy. At most `slots` rollouts are in flight, each with at most `max_context` tokens: they bound the memory.
+    The prompt is encoded once per group, every later token once; ValueError if a prompt does not fit.
+    """
+    codec, stop_tokens = Codec(tokenizer, protocol), frozenset(stop_ids(model, tokenizer))
+    pending = []
+    for group, question in enumerate(questions):
+        prompt_ids = codec.prompt(question.question)
+        if len(prompt_ids) >= max_context:
+            raise ValueError(f"question {question.id}: prompt of {len(prompt_ids)} tokens does not fit --max-context {max_context}")
+        for _ in range(rollouts_per_question):
+            trajectory = Trajectory(question.id, group, prompt_ids)
+            pending.append(Row(trajectory, question, codec, max_context, stop_tokens))
+    trajectories = [row.trajectory for row in pending]
+    pending.reverse()  # pop from the end
+    active = []        # active[i] lives in slot i
+    cache, prefixes = SlotCache(min(slots, len(pending)), max_context), {}
+
+    def advance(rows, hidden):
+        ids, logprobs = sample(vocabulary_logits(model, hidden), temperature, generator)
+        for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist()):
+            row.accept(token, logprob)
+        answer_searches(rows, retriever, codec)
+
+    while pending or active:
+        if pending and len(active) < cache.slots:
+            new = [pending.pop() for _ in range(min(cache.slots - len(active), len(pending)))]
+            fresh = {row.trajectory.group: row for row in new if row.trajectory.group not in prefixes}
+            if fresh:  # a question is encoded once, in a free slot, and copied to the slots of its group
+                free = list(range(len(active), len(active) + len(fresh)))
+                hidden = encode(model, cache, free, [row.trajectory.prompt_ids for row in fresh.values()], [0] * len(free))
+                for slot, group, state in zip(free, fresh, hidden):
+                    prefixes[group] = cache.load(slot, fresh[group].length), state
+            for slot, row in enumerate(new, len(active)):
+                cache.store(slot, prefixes[row.trajectory.group][0])
+            hidden = torch.stack([prefixes[row.trajectory.group][1] for row in new])                     # (R, D)
+            prefixes = {g: prefixes[g] for g in prefixes if pending and pending[-1].trajectory.group == g}
+            active += new
+            advance(new, hidden)
+        else:
+            # rows with passages to read wait until they are an eighth of the batch, then are encoded together;
+            # until then, like rows that decode, they feed one id a step
+            reading = [i for i, row in enumerate(active) if len(row.feed) > 1]
+            together = 8 * len(reading) >= len(active) and reading
+            chosen = reading if together else list(range(len(active)))
+            rows = [active[i] for i in chosen]
+            feeds = [row.feed if together else row.feed[:1] for row in rows]
+            hidden = encode(model, cache, chosen, feeds, [row.length for row in rows])
+            for row, ids in zip(rows, feeds):
+                row.length, row.feed = row.length + len(ids), row.feed[len(ids) :]
+            ready = [i for i, row in enumerate(rows) if not row.feed]  # logits only for rows that sample
+            if ready:
+                advance([rows[i] for i in ready], hidden[ready])
+        for slot in reversed(range(len(active))):  # a finished row leaves; the last one takes its slot
+            if active[slot].trajectory.finish:
+                last = active.pop()
+                if slot < len(active):
+                    cache.store(slot, cache.load(len(active), last.length))
+                    active[slot] = last
+    return trajectories
+
+
+# -----------------------------------------------------------------------------
+# demonstrations
+
+def replay(demonstrations, questions, tokenizer, retriever, protocol, max_context=4096):
+    """Demonstrations -> trajectories, as if the policy had sampled them: turns are sampled text, observations come from the retriever.
+
+    demonstrations: one list of turn texts per question, each turn ending in a search or, the last, in an answer.
+    ValueError naming the question if a turn does not end with its text or turns are left over.
+    """
+    codec, under_way = Codec(tokenizer, protocol), []
+    for group, (turns, question) in enumerate(zip(demonstrations, questions, strict=True)):
+        trajectory = Trajectory(question.id, group, codec.prompt(question.question))
+        under_way.append((Row(trajectory, question, codec, max_context, frozenset()), [codec.encode(turn) for turn in turns]))
+    trajectories = [row.trajectory for row, _ in under_way]
+    while under_way:
+        for row, turns in under_way:
+            ended = False
+            for token in turns.pop(0) if turns else []:
+                if ended:
+                    raise ValueError(f"demonstration for question {row.question.id}: text after the end of a turn")
+                row.accept(token, 0.0)
+                ended = row.trajectory.finish or row.invalid or row.query is not None
+            if not ended or (turns and row.trajectory.finish in ("answer", "turns")):
+                raise ValueError(f"demonstration for question {row.question.id}: each turn must end in </search>, the last in "
+                                 "</answer>, within --max-searches")
+        answer_searches([row for row, _ in under_way], retriever, codec)
+        under_way = [(row, turns) for row, turns in under_way if not row.trajectory.finish]
+    return trajectories
+
+
+def load_demonstrations(path, tokenizer, retriever, protocol, max_context=4096):
+    """jsonl {id, question, golden_answers, turns: [text of each sampled turn]} -> trajectories for policy.warm_start."""
+    questions = load_questions(path, extra=("turns",))
+    for question in questions:
+        turns = question.metadata["turns"]
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+            raise ValueError(f"{path}: question {question.id}: 'turns' must be a list of strings, one per sampled turn")
+    return replay([question.metadata["turns"] for question in questions], questions, tokenizer, retriever, protocol, max_context)
+
+
+# -----------------------------------------------------------------------------
+# for people
+
+def record(trajectory, question, tokenizer):
+    """A trajectory as a json-ready dict: ids, mask, and the response as segments [sampled 0/1, text] that show the mask."""
+    segments, start, ids, sampled = [], 0, trajectory.response_ids, trajectory.sampled
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or sampled[end] != sampled[start]:
+            segments.append([sampled[start], tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)])
+            start = end
+    row = dataclasses.asdict(trajectory)
+    return {**row, "n_searches": trajectory.n_searches, "question": question.question, "golden_answers": question.golden_answers,
+            "prompt": tokenizer.decode(trajectory.prompt_ids), "segments": segments}
