@@ -15,7 +15,9 @@ import pathlib
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
+disable_progress_bar()  # one for every load and save would drown the one line a step
 CHUNK_ELEMENTS = 2**25  # logits held at a time: 128 MiB of float32
 
 
