@@ -20,7 +20,13 @@ from rollout import save_protocol
 @contextlib.contextmanager
 def hold_interrupts():
     """Ctrl-C inside the block waits for its end, so that weights, optimizer, metrics and files always belong together."""
-    caught, previous = [], signal.signal(signal.SIGINT, lambda *arguments: caught.append(arguments))
+    caught = []
+
+    def note(*_):
+        caught.append(True)
+        os.write(2, b"\ninterrupted; finishing the step and the files first\n")  # print is not safe in a signal handler
+
+    previous = signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
@@ -66,6 +72,9 @@ def save_checkpoint(folder, step, model, tokenizer, protocol, optimizer=None):
 def trim(path, step):
     """Drop the lines of steps at or after `step`, written after the checkpoint that a resumed run starts from."""
     if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < step]
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        with open(path, "rb") as file:  # bytes: splitlines() would split at a U+2028 that the policy sampled
+            # an interrupted write leaves a last line without its end
+            kept = [line for line in file if line.endswith(b"\n") and json.loads(line)["step"] < step]
+        aside = path.with_suffix(".tmp")
+        aside.write_bytes(b"".join(kept))
+        os.replace(aside, path)

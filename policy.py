@@ -13,6 +13,7 @@ import json
 import pathlib
 
 import torch
+from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -50,7 +51,7 @@ def load_policy(name, device="cpu", dtype=torch.float32, max_context=None):
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(f"--model {name}: no config.json in this folder; give a Hugging Face model folder or a hub name")
-        if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             raise ValueError(f"--model {name}: the folder has no tokenizer; save one there with tokenizer.save_pretrained")
     elif str(name).startswith((".", "/", "~")):
         raise ValueError(f"--model {name}: no such folder")
@@ -61,8 +62,11 @@ def load_policy(name, device="cpu", dtype=torch.float32, max_context=None):
             if key.endswith(("dropout", "pdrop")) and isinstance(value, float):
                 setattr(config, key, 0.0)  # the sampler has no dropout, so scoring must have none either
         model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype)
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:  # SafetensorError: cut off in a download or copy
         raise ValueError(f"--model {name}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise ValueError(f"--model {name}: the tokenizer has {len(tokenizer)} tokens, the model embeds only "
+                         f"{model.get_input_embeddings().num_embeddings}; they do not belong together")
     check_context(model, max_context)
     check_vocabulary_logits(model)
     return model.to(device).train(), tokenizer
@@ -172,6 +176,9 @@ class MasterAdamW:
         self.masters = [p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in self.parameters]
         self.adamw = torch.optim.AdamW(self.masters, lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True)
 
+    def own_masters(self):
+        return [master for parameter, master in zip(self.parameters, self.masters) if master is not parameter]
+
     def accumulate(self):
         for parameter, master in zip(self.parameters, self.masters):
             if master is not parameter and parameter.grad is not None:
@@ -190,12 +197,11 @@ class MasterAdamW:
         return norm.item()
 
     def state_dict(self):
-        masters = [] if self.masters[0] is self.parameters[0] else [master.data for master in self.masters]
-        return {"adamw": self.adamw.state_dict(), "masters": masters}
+        return {"adamw": self.adamw.state_dict(), "masters": [master.data for master in self.own_masters()]}
 
     def load_state_dict(self, state):
         self.adamw.load_state_dict(state["adamw"])
-        for master, saved in zip(self.masters, state["masters"]):
+        for master, saved in zip(self.own_masters(), state["masters"], strict=True):
             master.data.copy_(saved)
 
 

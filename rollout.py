@@ -396,7 +396,8 @@ def replay(demonstrations, questions, tokenizer, retriever, protocol, max_contex
             ended = False
             for token in turns.pop(0) if turns else []:
                 if ended:
-                    raise ValueError(f"demonstration for question {row.question.id}: text after the end of a turn")
+                    raise ValueError(f"demonstration for question {row.question.id}: a turn goes on after its closing tag, or is longer "
+                                     f"than --max-turn-tokens {protocol.max_turn_tokens}")
                 row.accept(token, 0.0)
                 ended = row.trajectory.finish or row.invalid or row.query is not None
             if not ended or (turns and row.trajectory.finish in ("answer", "turns")):

@@ -270,6 +270,7 @@ def out_of_memory_names(name):
 # main
 
 def main(arguments=None):
+    sys.stdout.reconfigure(line_buffering=True)  # a log file is as up to date as a terminal
     try:
         config, folder, resumed = parse_config(arguments)
         if config.threads:
@@ -349,6 +350,8 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
     saved = step
     bar = tqdm(total=config.steps, initial=step, unit="step", disable=None, leave=False)
     try:
+        if config.demos and step == 0:
+            save(0)  # a warm start can be the longest part of a short run
         if held_out and step == 0:
             test(0)
         while step < config.steps:
