@@ -42,6 +42,10 @@ def main(arguments=None):
         results = run(args)
     except (ValueError, OSError, RetrieverError) as error:
         sys.exit(f"error: {error}")
+    except (torch.OutOfMemoryError, MemoryError):
+        sys.exit("error: out of memory; lower --slots")
+    except KeyboardInterrupt:
+        sys.exit(130)
     print_table(results)
 
 
@@ -49,6 +53,9 @@ def run(args):
     """-> {questions name: scores}, in the order asked; writes --out."""
     if bool(args.questions) != bool(args.corpus):
         raise ValueError("--questions and --corpus go together")
+    for name, least in (("slots", 1), ("limit", 0), ("max_context", 0), ("max_searches", -1)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
     if args.out and pathlib.Path(args.out).exists():
         raise ValueError(f"--out {args.out}: exists; choose a new folder")
     names, corpus = args.questions.split(",") if args.questions else [], args.corpus

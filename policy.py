@@ -15,7 +15,8 @@ import pathlib
 import torch
 from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
 disable_progress_bar()  # one for every load and save would drown the one line a step
@@ -57,7 +58,10 @@ def load_policy(name, device="cpu", dtype=torch.float32, max_context=None):
         raise ValueError(f"--model {name}: no such folder")
     try:
         config = AutoConfig.from_pretrained(name)
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        # a tokenizer without a class of its own is its tokenizer.json to the letter. AutoTokenizer rebuilds it after Qwen2's rules
+        # if the model is a qwen2: other ids for the same text, and a word-level vocabulary is lost
+        generic = get_tokenizer_config(name).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+        tokenizer = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(name)
         for key, value in vars(config).items():
             if key.endswith(("dropout", "pdrop")) and isinstance(value, float):
                 setattr(config, key, 0.0)  # the sampler has no dropout, so scoring must have none either
@@ -211,17 +215,19 @@ class MasterAdamW:
 def warm_start(model, demonstrations, steps, batch_size, learning_rate, token_budget, seed, log_every=20, log=print):
     """Maximum likelihood on the sampled tokens of demonstration trajectories (see rollout.replay), in place.
 
-    AdamW (0.9, 0.95), linear warm-up over the first tenth, then linear decay to a tenth of `learning_rate`. The loss is the mean
-    over the tokens of the whole batch, whatever the micro-batches. Returns the loss of every step (nats per token).
+    AdamW (0.9, 0.95), linear warm-up over the first tenth, constant `learning_rate` to two fifths, then linear decay. The loss is the
+    mean over the tokens of the whole batch, whatever the micro-batches. seed None takes the demonstrations in the order given (a
+    curriculum), else every epoch is a new permutation. Returns the loss of every step (nats per token).
     """
     if not demonstrations:
         raise ValueError("no demonstrations to learn from")
     optimizer = MasterAdamW(model, learning_rate, (0.9, 0.95), 0.01)
-    generator, order, losses = torch.Generator().manual_seed(seed), [], []
+    generator, order, losses = torch.Generator().manual_seed(seed or 0), [], []
     for step in range(steps):
         batch = []
         while len(batch) < batch_size:                                              # every demonstration once per epoch
-            order = order or torch.randperm(len(demonstrations), generator=generator).tolist()
+            order = order or (list(reversed(range(len(demonstrations)))) if seed is None else
+                              torch.randperm(len(demonstrations), generator=generator).tolist())
             batch.append(demonstrations[order.pop()])
         total = sum(sum(t.sampled) for t in batch)
         progress = (step + 1) / steps
@@ -232,7 +238,7 @@ def warm_start(model, demonstrations, steps, batch_size, learning_rate, token_bu
             loss.backward()
             optimizer.accumulate()
             losses[-1] += loss.item()
-        optimizer.step(learning_rate * min(10 * progress, 1.0 - 0.9 * max(0.0, progress - 0.1) / 0.9), 1.0)
+        optimizer.step(learning_rate * min(10 * progress, 1.0, max(0.05, (1.0 - progress) / 0.6)), 1.0)
         if (step + 1) % log_every == 0 or step + 1 == steps:
             log(f"warm start {step + 1:4d}/{steps} | loss {sum(losses[-log_every:]) / len(losses[-log_every:]):.3f}")
     return losses

@@ -14,12 +14,12 @@ checkpoint-STEP/ (a Hugging Face folder that eval.py takes).
 Departures from the paper and from Search-R1, which it follows:
  1. old log-probs are those of the forward pass that sampled the token; nothing is scored twice before the update.
  2. the loss is the token mean over a mini-batch of rollouts (Search-R1: mean over micro-batches), so micro-batches change nothing.
- 3. a rollout with advantage 0 has gradient 0: without a KL term it is counted in the mean but not run through the model.
+ 3. a rollout with advantage 0 has gradient 0: without a KL term it is counted in the mean but not run through the model,
+    and a mini-batch of nothing else takes no optimizer step.
  4. every step draws its randomness and its questions from (seed, step) alone, so that a resumed run needs no generator states.
 """
 import argparse
 import contextlib
-import copy
 import dataclasses
 import functools
 import json
@@ -33,10 +33,10 @@ from tqdm import tqdm
 
 import world
 from checkpoint import append_line, hold_interrupts, latest_checkpoint, save_checkpoint, trim, write_json
-from data import exact_match, load_questions, resolve_questions, score
+from data import exact_match, resolve_questions, score
 from policy import (MasterAdamW, choose_device, load_policy, micro_batches, pad_trajectories, token_logprobs, warm_start)
 from retriever import RetrieverError, open_retriever
-from rollout import load_demonstrations, load_protocol, record, rollout
+from rollout import Codec, load_demonstrations, load_protocol, record, rollout
 from stratgrpo import blended_advantages, group_advantages, kl_k3, ppo_clip_loss, stratified_advantages, stratum_report
 
 
@@ -150,7 +150,12 @@ def check_config(config):
     require(config.temperature > 0, "temperature", "must be above 0 in training")
     for name in ("questions_per_step", "slots", "mini_batch", "micro_batch_tokens", "epochs", "max_context", "sft_batch", "dump_every"):
         require(getattr(config, name) >= 1, name, "must be at least 1")
-    for name in ("steps", "sft_steps", "warmup_steps", "eval_every", "eval_limit", "save_every", "threads", "kl", "weight_decay"):
+    require(config.clip_low <= 1, "clip_low", "must lie in [0, 1]")
+    for name, least in (("max_searches", 0), ("passages", 1), ("max_turn_tokens", 1), ("max_observation_tokens", 1)):
+        value = getattr(config, name)
+        require(value >= least or value == -1, name, f"must be at least {least}, or -1: as the protocol says")
+    for name in ("steps", "sft_steps", "warmup_steps", "eval_every", "eval_limit", "save_every", "threads", "kl", "weight_decay",
+                 "clip_low", "clip_high"):
         require(getattr(config, name) >= 0, name, "must not be negative")
     for name in ("learning_rate", "sft_learning_rate", "max_grad_norm"):
         require(getattr(config, name) > 0, name, "must be above 0")
@@ -263,7 +268,7 @@ def out_of_memory_names(name):
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        sys.exit(f"error: out of memory; lower --{name}, then go on with --resume or start again")
+        sys.exit(f"error: out of memory; lower --{name}, then start again or, if there is a checkpoint, go on with --resume")
 
 
 # -----------------------------------------------------------------------------
@@ -276,14 +281,14 @@ def main(arguments=None):
         if config.threads:
             torch.set_num_threads(config.threads)
         run = setup(config, folder, resumed)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RetrieverError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
     try:
         train(config, folder, **run)
-    except RetrieverError as error:
-        sys.exit(f"error: {error}\nthe last checkpoint, if any, is intact: --resume {folder}")
+    except OSError as error:  # a full disk; the update may be half done
+        sys.exit(f"error: {error}; go on from the last checkpoint with: python train.py --resume {folder}")
 
 
 def setup(config, folder, resumed):
@@ -297,19 +302,26 @@ def setup(config, folder, resumed):
     protocol = load_protocol(checkpoint or source)
     changes = {key: getattr(config, key) for key in ("max_searches", "passages", "max_turn_tokens", "max_observation_tokens")}
     protocol = dataclasses.replace(protocol, **{key: value for key, value in changes.items() if value >= 0})
-    if config.prompt_file:
+    if config.prompt_file and not resumed:  # a checkpoint holds the prompt it was trained with
         protocol = dataclasses.replace(protocol, prompt=pathlib.Path(config.prompt_file).read_text(encoding="utf-8"))
+        if "{question}" not in protocol.prompt:
+            raise ValueError(f"--prompt-file {config.prompt_file}: the text must contain {{question}}, where the question goes")
     questions = resolve_questions(data["questions"], "train")
     held_out = resolve_questions(data["eval_questions"], "test")[: config.eval_limit or None] if data["eval_questions"] else []
     model, tokenizer = load_policy(checkpoint or source, device, dtype, config.max_context)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
+    codec = Codec(tokenizer, protocol)
+    for question in sorted(questions + held_out, key=lambda question: len(question.question))[-1000:]:  # all would take a while
+        if (length := len(codec.prompt(question.question))) >= config.max_context:
+            raise ValueError(f"question {question.id}: prompt of {length} tokens does not fit --max-context {config.max_context}")
     retriever = open_retriever(data["corpus"], cache_dir=config.cache or None)
+    retriever.search(["is anyone there"], 1)  # a server that is down is found now
     if config.demos and not resumed:
         demonstrations = load_demonstrations(config.demos, tokenizer, retriever, protocol, config.max_context)
         with out_of_memory_names("micro-batch-tokens"):
             warm_start(model, demonstrations, config.sft_steps, config.sft_batch, config.sft_learning_rate, config.micro_batch_tokens, config.seed)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=resumed)
     write_json(folder / "config.json", dataclasses.asdict(config))
     reference = None
     if config.kl:
@@ -346,14 +358,23 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
     print(f"{folder} | {type(model).__name__} {parameters / 1e6:.1f} M parameters, {model.dtype} on {model.device} | "
           f"{len(questions)} training questions | advantage {config.advantage}" + (f", alpha {config.alpha}" if config.advantage == "stratified" else ""))
     test = functools.partial(evaluate, config, folder, model=model, tokenizer=tokenizer, protocol=protocol, held_out=held_out, retriever=retriever)
-    save = functools.partial(save_checkpoint, folder, model=model, tokenizer=tokenizer, protocol=protocol, optimizer=optimizer)
-    saved = step
+    saved = step if latest_checkpoint(folder) else None
+
+    def save():
+        nonlocal saved
+        with hold_interrupts():
+            save_checkpoint(folder, step, model, tokenizer, protocol, optimizer)
+            saved = step
+
+    def due(every):
+        return step == config.steps or every and step % every == 0
+
     bar = tqdm(total=config.steps, initial=step, unit="step", disable=None, leave=False)
     try:
-        if config.demos and step == 0:
-            save(0)  # a warm start can be the longest part of a short run
-        if held_out and step == 0:
-            test(0)
+        if saved is None:
+            save()  # resumable from the start: the warm start is kept, and a disk too small for a checkpoint is found now
+        if held_out and (step == 0 or due(config.eval_every)):  # when resumed: what an interruption may have cut off
+            test(step)
         while step < config.steps:
             started = time.perf_counter()
             batch = questions_of_step(questions, config, step)
@@ -377,22 +398,22 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
                 step += 1
             tqdm.write(step_line(metrics, config))
             bar.update()
-            if config.save_every and step % config.save_every == 0:
-                with hold_interrupts():
-                    save(step)
-                saved = step
-            if held_out and (step == config.steps or config.eval_every and step % config.eval_every == 0):
+            if due(config.save_every):
+                save()
+            if held_out and due(config.eval_every):
                 test(step)
-        if saved != step:
-            with hold_interrupts():
-                save(step)
         bar.close()
-        print(f"done: {folder} | python eval.py --model {latest_checkpoint(folder)}")
-    except KeyboardInterrupt:
-        if saved != step or step == 0:
-            save(step)
-        print(f"interrupted after step {step}; go on with: python train.py --resume {folder}", file=sys.stderr)
-        sys.exit(130)
+        data = f"--seed {config.seed}"
+        if config.model:
+            data = f"--questions {config.eval_questions or 'F'} --corpus {config.corpus} --max-context {config.max_context}"
+        print(f"done: {folder} | python eval.py --model {latest_checkpoint(folder)} {data}")
+    except (KeyboardInterrupt, RetrieverError) as error:  # come between two updates only
+        with contextlib.suppress(KeyboardInterrupt):  # an impatient second Ctrl-C
+            if saved != step:
+                save()
+        stopped = f"error: {error}; stopped" if isinstance(error, RetrieverError) else "interrupted"
+        print(f"{stopped} after step {step}; go on with: python train.py --resume {folder}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, RetrieverError) else 130)
     finally:
         bar.close()
 
