@@ -1,7 +1,7 @@
 """
 eval.py — exact match and F1 of a policy on question files, with intervals, per number of searches.
 
-    python eval.py --model runs/tiny-stratified-seed0/checkpoint-000060 --questions heldout.jsonl --corpus corpus.jsonl
+    python eval.py --model runs/tiny-stratified-seed0/checkpoint-000040 --questions heldout.jsonl --corpus corpus.jsonl
     python eval.py --model Qwen/Qwen2.5-3B --questions nq,hotpotqa --corpus wikipedia-dpr-100w --out nq-hotpotqa
 
 Greedy, every question exactly once. The protocol is the one the model folder was trained with (protocol.json), else Search-R1's.
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import world
 from data import resolve_questions, score
-from policy import choose_device, load_policy
+from policy import choose_device, context_limit, load_policy
 from retriever import RetrieverError, open_retriever
 from rollout import load_protocol, record, rollout
 
@@ -31,11 +31,12 @@ def main(arguments=None):
     parser.add_argument("--corpus", help="jsonl of passages, a pyserini index name, or the http://... of a /retrieve server")
     parser.add_argument("--limit", type=int, default=0, help="only the first N questions of each file; 0: all")
     parser.add_argument("--max-searches", type=int, default=-1, help="turns that may search; -1: as the protocol says")
-    parser.add_argument("--max-context", type=int, default=0, help="tokens of prompt and response; 0: 512 in the embedded world, else 4096")
+    parser.add_argument("--max-context", type=int, default=0, help="tokens of prompt and response; 0: what the model holds, at most 4096")
     parser.add_argument("--slots", type=int, default=64, help="rollouts in flight; lower it when memory runs out")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: bfloat16 on a GPU that has it")
     parser.add_argument("--seed", type=int, default=0, help="which embedded world, when no questions are given")
+    parser.add_argument("--cache", default="", help="folder for indexes and the embedded world; empty: ~/.cache/stratgrpo")
     parser.add_argument("--out", help="new folder for eval.json and trajectories.jsonl")
     args = parser.parse_args(arguments)
     try:
@@ -60,15 +61,15 @@ def run(args):
         raise ValueError(f"--out {args.out}: exists; choose a new folder")
     names, corpus = args.questions.split(",") if args.questions else [], args.corpus
     if not names:
-        folder = world.prepare("", args.seed)
+        folder = world.prepare(args.cache, args.seed)
         names, corpus = [str(folder / "heldout.jsonl")], str(folder / "corpus.jsonl")
     protocol = load_protocol(args.model)
     if args.max_searches >= 0:
         protocol = dataclasses.replace(protocol, max_searches=args.max_searches)
     questions = {name: resolve_questions(name, "test")[: args.limit or None] for name in names}
-    max_context = args.max_context or (4096 if args.questions else 512)
-    model, tokenizer = load_policy(args.model, *choose_device(args.device, args.dtype), max_context)
-    retriever = open_retriever(corpus)
+    model, tokenizer = load_policy(args.model, *choose_device(args.device, args.dtype), args.max_context)
+    max_context = args.max_context or min(4096, context_limit(model) or 4096)
+    retriever = open_retriever(corpus, cache_dir=args.cache or None)
     results, rows = {}, []
     for name, items in questions.items():
         trajectories = []

@@ -76,12 +76,17 @@ def load_policy(name, device="cpu", dtype=torch.float32, max_context=None):
     return model.to(device).train(), tokenizer
 
 
-def check_context(model, max_context):
-    """ValueError if `max_context` tokens are more than the model (or its sliding window) can hold; None checks nothing."""
+def context_limit(model):
+    """Tokens the model (or its sliding window) can hold, None if its config does not say."""
     limits = [getattr(model.config, key, None) for key in ("max_position_embeddings", "n_positions")]
     if getattr(model.config, "use_sliding_window", True):
         limits.append(getattr(model.config, "sliding_window", None))
-    limit = min((value for value in limits if value), default=None)
+    return min((value for value in limits if value), default=None)
+
+
+def check_context(model, max_context):
+    """ValueError if `max_context` tokens are more than the model can hold; None checks nothing."""
+    limit = context_limit(model)
     if max_context and limit and max_context > limit:
         raise ValueError(f"--max-context {max_context} is longer than the model's context of {limit}; lower the flag")
 

@@ -46,8 +46,9 @@ def flag(default, text, **metadata):
 
 @dataclass
 class Config:
-    """Every field is a flag: --questions-per-step 16. The defaults are the preset tiny."""
-    preset: str = flag("tiny", "tiny: the embedded world on a CPU; search-r1: the paper's setting", choices=["tiny", "search-r1"])
+    """Every field is a flag: --questions-per-step 16. The defaults are those of the preset tiny."""
+    preset: str = flag("tiny", "settings to start from. tiny: the embedded world on a CPU; search-r1: the paper's, and the default "
+                       "with --model", choices=["tiny", "search-r1"])
     name: str = flag("", "run folder runs/NAME; empty: named after preset, advantage and seed")
     seed: int = flag(0, "seed of everything: world, warm start, questions, sampling")
     # data
@@ -68,7 +69,7 @@ class Config:
     clip_high: float = flag(0.2, "PPO: ratios above 1 + clip_high earn nothing more")
     kl: float = flag(0.0, "weight of the k3 KL to the frozen initial policy; 0: no reference model")
     # rollouts
-    steps: int = flag(60, "RL steps")
+    steps: int = flag(40, "RL steps")
     questions_per_step: int = flag(16, "questions per step")
     rollouts_per_question: int = flag(8, "G, rollouts per question, at least 2")
     temperature: float = flag(1.0, "sampling temperature; the log-probs trained on are at this temperature, too")
@@ -83,7 +84,7 @@ class Config:
     epochs: int = flag(1, "PPO epochs over the rollouts of a step")
     mini_batch: int = flag(64, "rollouts per optimizer step")
     micro_batch_tokens: int = flag(8192, "padded tokens per forward and backward. lower it when memory runs out")
-    learning_rate: float = flag(5e-4, "AdamW learning rate, constant after the warm-up")
+    learning_rate: float = flag(3e-4, "AdamW learning rate, constant after the warm-up")
     warmup_steps: int = flag(5, "RL steps of linear learning-rate warm-up")
     weight_decay: float = flag(0.0, "AdamW weight decay")
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this")
@@ -101,14 +102,14 @@ class Config:
 
 
 PRESETS = {
-    "tiny": {},
+    "tiny": dict(threads=1),  # its matrices are too small to share
     "search-r1": dict(
-        model="Qwen/Qwen2.5-3B", questions="nq,hotpotqa", eval_questions="nq,hotpotqa", corpus="wikipedia-dpr-100w", kl=0.001,
-        steps=1005, questions_per_step=512, rollouts_per_question=5, max_context=4096, slots=256, mini_batch=256,
+        kl=0.001, steps=1005, questions_per_step=512, rollouts_per_question=5, max_context=4096, slots=256, mini_batch=256,
         micro_batch_tokens=16384, learning_rate=1e-6, warmup_steps=286, weight_decay=0.01, gradient_checkpointing=True,
         eval_every=100, eval_limit=500, save_every=50, dump_every=50,
     ),
 }
+PAPER_DATA = dict(model="Qwen/Qwen2.5-3B", questions="nq,hotpotqa", eval_questions="nq,hotpotqa", corpus="wikipedia-dpr-100w")
 CHANGEABLE = ("steps", "slots", "micro_batch_tokens", "eval_every", "eval_limit", "save_every", "dump_every", "threads", "device", "cache")
 
 
@@ -133,7 +134,10 @@ def parse_config(arguments):
             raise ValueError(f"--resume keeps the run's settings: --{fixed[0].replace('_', '-')} cannot change")
         config = Config(**{**saved, **given})
     else:
-        config = Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+        # with a model of one's own the paper's settings are the better start; its data only where nothing else was named
+        preset = given.setdefault("preset", "search-r1" if "model" in given else "tiny")
+        data = PAPER_DATA if preset == "search-r1" and not given.keys() & PAPER_DATA.keys() else {}
+        config = Config(**{**PRESETS[preset], **data, **given})
     check_config(config)
     if not resume:
         folder = new_run_folder(config)

@@ -76,7 +76,7 @@ QUESTIONS = {
     ("employer", "founder"): "Who founded the company that {s} works for?",
     ("birthplace", "country"): "In which country is the town where {s} was born?",
 }
-SHARES = (0.2, 0.2, 0.28, 0.28, 0.04)  # few questions with a country: twenty answers would make guessing pay
+SHARES = (0.2, 0.2, 0.24, 0.24, 0.12)  # few questions with a country: twenty answers would make guessing pay
 
 
 @dataclass
@@ -223,11 +223,21 @@ def demonstrations(world, questions, retriever, seed, count, noise=NOISE):
 # -----------------------------------------------------------------------------
 # everything, once
 
-SHORT_COURSE, FULL_COURSE, BATCH, LEARNING_RATE = 2400, 4000, 8, 3e-3
+SHORT_COURSE, FULL_COURSE, BATCH, LEARNING_RATE = 2048, 4480, 8, 3e-3
 
 
 def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def similar_lengths_together(trajectories, rng):
+    """Sort within runs of eight batches, then shuffle the batches: less padding, still every demonstration once."""
+    batches = []
+    for start in range(0, len(trajectories), 8 * BATCH):
+        run = sorted(trajectories[start : start + 8 * BATCH], key=len)
+        batches.append([run[i : i + BATCH] for i in range(0, len(run), BATCH)])
+        rng.shuffle(batches[-1])
+    return [trajectory for run in batches for batch in run for trajectory in batch]
 
 
 def prepare(cache="", seed=0, log=print):
@@ -255,11 +265,11 @@ def prepare(cache="", seed=0, log=print):
         course = []
         for count, noise, protocol in ((SHORT_COURSE, {}, dataclasses.replace(TINY, passages=1)), (FULL_COURSE, NOISE, TINY)):
             write_lines(aside / "demos.jsonl", demonstrations(world, world.train, retriever, seed, count, noise))
-            course += load_demonstrations(aside / "demos.jsonl", tokenizer, retriever, protocol)
+            course += similar_lengths_together(load_demonstrations(aside / "demos.jsonl", tokenizer, retriever, protocol), random.Random(seed))
         policy = build_policy(tokenizer, seed)
-        warm_start(policy, course, len(course) // BATCH, BATCH, LEARNING_RATE, 1200, seed=None, log_every=100, log=log)
+        warm_start(policy, course, len(course) // BATCH, BATCH, LEARNING_RATE, 1600, seed=None, log_every=100, log=log)
         policy.save_pretrained(aside)
-        shutil.rmtree(aside / "index")
+        shutil.rmtree(aside / "index", ignore_errors=True)
         if not folder.is_dir():  # another process may have been faster
             os.replace(aside, folder)
     finally:
