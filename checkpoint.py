@@ -1,8 +1,8 @@
 """
 checkpoint.py — the files of a run: written aside and renamed, so that an interruption or a full disk loses nothing.
 
-runs/NAME/checkpoint-STEP/ is a Hugging Face folder (model.safetensors, tokenizer, protocol.json) plus optimizer.pt. STEP counts the
-finished steps. Exactly the newest is kept, and the older one until the newer is whole.
+runs/NAME/checkpoint-STEP/ is a Hugging Face folder (model.safetensors, tokenizer, protocol.json) plus optimizer.pt.
+STEP counts the finished steps. Exactly the newest is kept, and the older one until the newer is whole.
 """
 import contextlib
 import json
@@ -19,7 +19,8 @@ from rollout import save_protocol
 
 @contextlib.contextmanager
 def hold_interrupts():
-    """Ctrl-C inside the block waits for its end, so that weights, optimizer, metrics and files always belong together."""
+    """Ctrl-C inside the block waits for its end, so that weights, optimizer, metrics and files always belong
+    together."""
     caught = []
 
     def note(*_):
@@ -51,7 +52,8 @@ def write_json(path, value):
 
 
 def save_checkpoint(folder, step, model, tokenizer, protocol, optimizer=None):
-    """Write checkpoint-STEP aside, rename it, then remove older ones: at any moment there is a whole one, or none yet."""
+    """Write checkpoint-STEP aside, rename it, then remove older ones: at any moment there is a whole one, or none
+    yet."""
     target, aside = folder / f"checkpoint-{step:06d}", folder / "checkpoint.tmp"
     try:
         shutil.rmtree(aside, ignore_errors=True)
@@ -63,7 +65,8 @@ def save_checkpoint(folder, step, model, tokenizer, protocol, optimizer=None):
         os.replace(aside, target)
     except (OSError, SafetensorError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         shutil.rmtree(aside, ignore_errors=True)
-        sys.exit(f"error: {target} could not be written ({error}); free some space. The previous checkpoint, if any, is intact")
+        sys.exit(f"error: {target} could not be written ({error}); free some space. The previous checkpoint, if any, "
+                 "is intact")
     for old in folder.glob("checkpoint-" + "[0-9]" * 6):
         if old != target:
             shutil.rmtree(old)

@@ -33,8 +33,9 @@ class Question:
 def resolve_questions(names, split):
     """Comma-separated files or benchmark names (nq, hotpotqa, ...) -> list of Question, one after the other.
 
-    A name that is no file is looked up in the hub dataset RUC-NLPIR/FlashRAG_datasets, as NAME/SPLIT.jsonl or, where there is no
-    test split, NAME/dev.jsonl; huggingface_hub downloads it once. Raises ValueError as load_questions, or if nothing is found.
+    A name that is no file is looked up in the hub dataset RUC-NLPIR/FlashRAG_datasets, as NAME/SPLIT.jsonl or, where
+    there is no test split, NAME/dev.jsonl; huggingface_hub downloads it once. Raises ValueError as load_questions, or
+    if nothing is found.
     """
     questions = []
     for name in names.split(","):
@@ -49,17 +50,18 @@ def resolve_questions(names, split):
                 except EntryNotFoundError:  # musique and others have no test split
                     continue
                 except (HfHubHTTPError, OSError) as error:
-                    raise ValueError(f"{name}: no such file, and the hub dataset could not be reached ({type(error).__name__}); "
-                                     "give a jsonl file") from error
+                    raise ValueError(f"{name}: no such file, and the hub dataset could not be reached "
+                                     f"({type(error).__name__}); give a jsonl file") from error
             else:
-                raise ValueError(f"{name}: no such file, and the hub dataset RUC-NLPIR/FlashRAG_datasets has no {name}/{split}.jsonl")
+                raise ValueError(f"{name}: no such file, and the hub dataset RUC-NLPIR/FlashRAG_datasets has no "
+                                 f"{name}/{split}.jsonl")
         questions += load_questions(path)
     return questions
 
 
 def load_questions(path, extra=()):
-    """Read a jsonl file of questions -> list of Question, in file order. Fields named in `extra` are required, too, and go into
-    metadata.
+    """Read a jsonl file of questions -> list of Question, in file order. Fields named in `extra` are required, too,
+    and go into metadata.
 
     Blank lines and a UTF-8 byte order mark are skipped, unknown fields ignored. Ids must be unique, because results
     are reported by id.
@@ -192,9 +194,10 @@ def bootstrap_interval(values, confidence=0.95, resamples=2000, seed=0):
 
 
 def score(questions, trajectories, interval=True):
-    """Scores of trajectories[i] on questions[i] -> dict ready for json: em, f1, em_interval, f1_interval (95 % bootstrap),
-    by_searches {"n": {count, share, em, f1}}, and means per rollout: searches, invalid (turns), hit (share of rollouts with a golden
-    answer in a passage), finished {how: share}, response and observation tokens; tokens is the sum over all, prompts included.
+    """Scores of trajectories[i] on questions[i] -> dict ready for json: em, f1, em_interval, f1_interval (95 %
+    bootstrap), by_searches {"n": {count, share, em, f1}}, and means per rollout: searches, invalid (turns), hit (share
+    of rollouts with a golden answer in a passage), finished {how: share}, response and observation tokens; tokens is
+    the sum over all, prompts included.
     """
     em = np.array([exact_match(t.answer, q.golden_answers) for q, t in zip(questions, trajectories, strict=True)])
     f1 = np.array([f1_score(t.answer, q.golden_answers) for q, t in zip(questions, trajectories)])

@@ -4,9 +4,11 @@ eval.py — exact match and F1 of a policy on question files, with intervals, pe
     python eval.py --model runs/tiny-stratified-seed0/checkpoint-000040 --questions heldout.jsonl --corpus corpus.jsonl
     python eval.py --model Qwen/Qwen2.5-3B --questions nq,hotpotqa --corpus wikipedia-dpr-100w --out nq-hotpotqa
 
-Greedy, every question exactly once. The protocol is the one the model folder was trained with (protocol.json), else Search-R1's.
+Greedy, every question exactly once. The protocol is the one the model folder was trained with (protocol.json), else
+Search-R1's.
 A checkpoint of the embedded world needs neither --questions nor --corpus: its own held-out questions are used.
-Prints a table; --out FOLDER keeps eval.json (scores and settings) and trajectories.jsonl (every rollout, decoded, with its mask).
+Prints a table; --out FOLDER keeps eval.json (scores and settings) and trajectories.jsonl (every rollout, decoded, with
+its mask).
 """
 import argparse
 import dataclasses
@@ -25,18 +27,24 @@ from rollout import load_protocol, record, rollout
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument("--model", required=True, help="Hugging Face folder (a checkpoint of a run) or hub name")
-    parser.add_argument("--questions", help="jsonl files or benchmark names (nq, hotpotqa, ...), comma-separated: one table row each")
-    parser.add_argument("--corpus", help="jsonl of passages, a pyserini index name, or the http://... of a /retrieve server")
+    parser.add_argument("--questions", help="jsonl files or benchmark names (nq, hotpotqa, ...), comma-separated: "
+                        "one table row each")
+    parser.add_argument("--corpus", help="jsonl of passages, a pyserini index name, or the http://... of a "
+                        "/retrieve server")
     parser.add_argument("--limit", type=int, default=0, help="only the first N questions of each file; 0: all")
     parser.add_argument("--max-searches", type=int, default=-1, help="turns that may search; -1: as the protocol says")
-    parser.add_argument("--max-context", type=int, default=0, help="tokens of prompt and response; 0: what the model holds, at most 4096")
+    parser.add_argument("--max-context", type=int, default=0, help="tokens of prompt and response; 0: what the model "
+                        "holds, at most 4096")
     parser.add_argument("--slots", type=int, default=64, help="rollouts in flight; lower it when memory runs out")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: bfloat16 on a GPU that has it")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
+                        help="auto: bfloat16 on a GPU that has it")
     parser.add_argument("--seed", type=int, default=0, help="which embedded world, when no questions are given")
-    parser.add_argument("--cache", default="", help="folder for indexes and the embedded world; empty: ~/.cache/stratgrpo")
+    parser.add_argument("--cache", default="",
+                        help="folder for indexes and the embedded world; empty: ~/.cache/stratgrpo")
     parser.add_argument("--out", help="new folder for eval.json and trajectories.jsonl")
     args = parser.parse_args(arguments)
     try:
@@ -81,8 +89,9 @@ def run(args):
     if args.out:
         out = pathlib.Path(args.out)
         out.mkdir(parents=True)
-        (out / "eval.json").write_text(json.dumps({"settings": vars(args), "protocol": dataclasses.asdict(protocol), "torch": torch.__version__,
-                                                   "results": results}, indent=2) + "\n", encoding="utf-8")
+        (out / "eval.json").write_text(json.dumps({
+            "settings": vars(args), "protocol": dataclasses.asdict(protocol), "torch": torch.__version__,
+            "results": results}, indent=2) + "\n", encoding="utf-8")
         with open(out / "trajectories.jsonl", "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     return results
@@ -93,7 +102,8 @@ def print_table(results):
     for name, r in results.items():
         n = sum(row["count"] for row in r["by_searches"].values())
         intervals = [f"[{low:.3f}, {high:.3f}]" for low, high in (r["em_interval"], r["f1_interval"])]
-        print(f"{pathlib.Path(name).stem[:24]:24} {n:6d} {r['em']:6.3f} {intervals[0]:>16} {r['f1']:6.3f} {intervals[1]:>16} {r['searches']:8.2f}")
+        print(f"{pathlib.Path(name).stem[:24]:24} {n:6d} {r['em']:6.3f} {intervals[0]:>16} {r['f1']:6.3f} "
+              f"{intervals[1]:>16} {r['searches']:8.2f}")
         for searches, row in r["by_searches"].items():
             label = f"  {searches} searches"
             print(f"{label:24} {row['count']:6d} {row['em']:6.3f} {'':16} {row['f1']:6.3f}")

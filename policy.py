@@ -4,10 +4,10 @@ policy.py — the policy: load a causal language model, score sampled tokens, wa
     model, tokenizer = load_policy("Qwen/Qwen2.5-3B", device="cuda")
     logprobs, entropy = token_logprobs(model, ids, sampled)        # (B, T), zero where nothing was sampled
 
-One rule runs through this file: the distribution that is scored is the one that was sampled. Dropout is off, padding is on the
-right (a causal model never looks at it), temperature divides the logits here exactly as in rollout.py.
-Memory: the vocabulary projection is computed only at sampled positions, a chunk at a time, and again in the backward pass, so a
-(B, T, V) tensor never exists.
+One rule runs through this file: the distribution that is scored is the one that was sampled. Dropout is off, padding
+is on the right (a causal model never looks at it), temperature divides the logits here exactly as in rollout.py.
+Memory: the vocabulary projection is computed only at sampled positions, a chunk at a time, and again in the backward
+pass, so a (B, T, V) tensor never exists.
 """
 import json
 import pathlib
@@ -45,21 +45,23 @@ def choose_device(device="auto", dtype="auto"):
 def load_policy(name, device="cpu", dtype=torch.float32, max_context=None):
     """A Hugging Face folder or hub name -> (model in train mode without dropout, tokenizer).
 
-    ValueError: no such folder, a folder without model or tokenizer, a context the model cannot hold, or logits that are not
-    the output embedding of the last hidden state (such models need a line in `vocabulary_logits`).
+    ValueError: no such folder, a folder without model or tokenizer, a context the model cannot hold, or logits that
+    are not the output embedding of the last hidden state (such models need a line in `vocabulary_logits`).
     """
     folder = pathlib.Path(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"--model {name}: no config.json in this folder; give a Hugging Face model folder or a hub name")
+            raise ValueError(f"--model {name}: no config.json in this folder; give a Hugging Face model folder or a "
+                             "hub name")
         if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-            raise ValueError(f"--model {name}: the folder has no tokenizer; save one there with tokenizer.save_pretrained")
+            raise ValueError(f"--model {name}: the folder has no tokenizer; save one there with "
+                             "tokenizer.save_pretrained")
     elif str(name).startswith((".", "/", "~")):
         raise ValueError(f"--model {name}: no such folder")
     try:
         config = AutoConfig.from_pretrained(name)
-        # a tokenizer without a class of its own is its tokenizer.json to the letter. AutoTokenizer rebuilds it after Qwen2's rules
-        # if the model is a qwen2: other ids for the same text, and a word-level vocabulary is lost
+        # a tokenizer without a class of its own is its tokenizer.json to the letter. AutoTokenizer rebuilds it after
+        # Qwen2's rules if the model is a qwen2: other ids for the same text, and a word-level vocabulary is lost
         generic = get_tokenizer_config(name).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
         tokenizer = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(name)
         for key, value in vars(config).items():
@@ -114,7 +116,8 @@ def check_vocabulary_logits(model):
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]  # (2, D)
     ours, theirs = vocabulary_logits(model, hidden), model(input_ids=ids, use_cache=False).logits[0].float()
     if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-2):
-        raise ValueError(f"{type(model).__name__} changes its logits after the output embedding; add that to vocabulary_logits")
+        raise ValueError(f"{type(model).__name__} changes its logits after the output embedding; add that to "
+                         "vocabulary_logits")
 
 
 # -----------------------------------------------------------------------------
@@ -124,9 +127,9 @@ def pad_trajectories(trajectories, device):
     """-> ids (B, T) long, sampled (B, T) bool: prompt + response, padded on the right with 0 (never looked at)."""
     rows = [(t.prompt_ids + t.response_ids, [0] * len(t.prompt_ids) + t.sampled) for t in trajectories]
     width = max(len(ids) for ids, _ in rows)
-    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)                        # (B, T)
+    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)                      # (B, T)
     sampled = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in rows], device=device, dtype=torch.bool)
-    return ids, sampled                                                                                           # (B, T)
+    return ids, sampled                                                                                         # (B, T)
 
 
 def chunk_logprobs(model, hidden, targets, temperature):
@@ -139,13 +142,15 @@ def chunk_logprobs(model, hidden, targets, temperature):
 
 
 def token_logprobs(model, ids, sampled, temperature=1.0):
-    """Log-probability of every sampled token given all tokens before it, and the entropy of the distribution it came from.
+    """Log-probability of every sampled token given all tokens before it, and the entropy of the distribution it came
+    from.
 
-    ids (B, T) long, sampled (B, T) bool, first column not sampled. Returns two float32 (B, T) tensors, zero where nothing was
-    sampled; the entropy carries no gradient. Forced tokens (prompt, passages) are context only.
+    ids (B, T) long, sampled (B, T) bool, first column not sampled. Returns two float32 (B, T) tensors, zero where
+    nothing was sampled; the entropy carries no gradient. Forced tokens (prompt, passages) are context only.
     """
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state     # (B, T, D)
-    rows, columns = sampled[:, 1:].nonzero(as_tuple=True)                           # (n,), (n,): hidden t predicts token t+1
+    # hidden t predicts token t+1
+    rows, columns = sampled[:, 1:].nonzero(as_tuple=True)                           # (n,), (n,)
     hidden, targets = hidden[rows, columns], ids[rows, columns + 1]                 # (n, D), (n,)
     size = max(1, CHUNK_ELEMENTS // model.config.vocab_size)
     parts = []
@@ -161,7 +166,8 @@ def token_logprobs(model, ids, sampled, temperature=1.0):
 
 
 def micro_batches(trajectories, token_budget):
-    """Split into lists of at most `token_budget` padded tokens, similar lengths together; one too long alone is its own list."""
+    """Split into lists of at most `token_budget` padded tokens, similar lengths together; one too long alone is its
+    own list."""
     batches, longest = [], 0
     for trajectory in sorted(trajectories, key=len, reverse=True):
         if not batches or (len(batches[-1]) + 1) * longest > token_budget:
@@ -175,15 +181,19 @@ def micro_batches(trajectories, token_budget):
 # optimizing
 
 class MasterAdamW:
-    """AdamW on float32 master weights: in bfloat16 a step of 1e-6 would round to nothing. float32 models are their own masters.
+    """AdamW on float32 master weights: in bfloat16 a step of 1e-6 would round to nothing. float32 models are their own
+    masters.
 
-    accumulate() after every backward adds the gradients in float32; step() clips, updates, clears, and returns the gradient norm.
+    accumulate() after every backward adds the gradients in float32; step() clips, updates, clears, and returns the
+    gradient norm.
     """
 
     def __init__(self, model, learning_rate, betas, weight_decay):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.masters = [p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in self.parameters]
-        self.adamw = torch.optim.AdamW(self.masters, lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True)
+        self.masters = [p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float())
+                        for p in self.parameters]
+        self.adamw = torch.optim.AdamW(self.masters, lr=learning_rate, betas=betas, weight_decay=weight_decay,
+                                       fused=True)
 
     def own_masters(self):
         return [master for parameter, master in zip(self.parameters, self.masters) if master is not parameter]
@@ -220,9 +230,10 @@ class MasterAdamW:
 def warm_start(model, demonstrations, steps, batch_size, learning_rate, token_budget, seed, log_every=20, log=print):
     """Maximum likelihood on the sampled tokens of demonstration trajectories (see rollout.replay), in place.
 
-    AdamW (0.9, 0.95), linear warm-up over the first tenth, constant `learning_rate` to two fifths, then linear decay. The loss is the
-    mean over the tokens of the whole batch, whatever the micro-batches. seed None takes the demonstrations in the order given (a
-    curriculum), else every epoch is a new permutation. Returns the loss of every step (nats per token).
+    AdamW (0.9, 0.95), linear warm-up over the first tenth, constant `learning_rate` to two fifths, then linear decay.
+    The loss is the mean over the tokens of the whole batch, whatever the micro-batches. seed None takes the
+    demonstrations in the order given (a curriculum), else every epoch is a new permutation. Returns the loss of every
+    step (nats per token).
     """
     if not demonstrations:
         raise ValueError("no demonstrations to learn from")

@@ -3,17 +3,23 @@ rollout.py — the search agent: protocol, trajectory, and a batched sampler tha
 
     trajectories = rollout(model, tokenizer, questions, retriever, SEARCH_R1, rollouts_per_question=8)
 
-Reading order: Protocol (what the agent is told) -> Trajectory (what it did) -> Codec (text <-> ids) -> Row (one rollout's turns)
--> SlotCache and rollout() (many rollouts through a fixed number of slots). replay() turns demonstrations into trajectories.
+Reading order: Protocol (what the agent is told) -> Trajectory (what it did) -> Codec (text <-> ids) -> Row (one
+rollout's turns) -> SlotCache and rollout() (many rollouts through a fixed number of slots). replay() turns
+demonstrations into trajectories.
 
-Token-in, token-out: ids are never decoded and encoded again. Text is decoded only to look for tags and to extract the answer.
+Token-in, token-out: ids are never decoded and encoded again. Text is decoded only to look for tags and to extract the
+answer.
 
 Departures from Search-R1 (commit a14dc3a), each pinned by a test:
- 1. the ids trained on are the ids sampled; the tag or end-of-sequence token that ends a turn is among them, also when pad == eos.
+ 1. the ids trained on are the ids sampled; the tag or end-of-sequence token that ends a turn is among them, also when
+    pad == eos.
  2. only text the policy sampled is scored: not the prompt, a passage or a retry message.
- 3. passages are cut to the token limit first and wrapped in <information> afterwards, so the closing tag always survives.
- 4. a trajectory that does not fit the context stops (finish "length"); nothing slides off, sampled and scored contexts are equal.
- 5. tags and special tokens inside passages and questions are neutralised; an <information> the policy writes is text like any other.
+ 3. passages are cut to the token limit first and wrapped in <information> afterwards, so the closing tag always
+    survives.
+ 4. a trajectory that does not fit the context stops (finish "length"); nothing slides off, sampled and scored contexts
+    are equal.
+ 5. tags and special tokens inside passages and questions are neutralised; an <information> the policy writes is text
+    like any other.
  6. a query runs from the last <search> before </search>, an answer from the last <answer> before </answer>.
 """
 import dataclasses
@@ -40,22 +46,23 @@ class Protocol:
     search: tuple[str, str] = ("<search>", "</search>")
     answer: tuple[str, str] = ("<answer>", "</answer>")
     information: tuple[str, str] = ("\n\n<information>", "</information>\n\n")
-    other_tags: tuple[str, ...] = ("<think>", "</think>", "<information>", "</information>")  # neutralised in passages, too
+    # neutralised in passages, too
+    other_tags: tuple[str, ...] = ("<think>", "</think>", "<information>", "</information>")
     passage: str = "Doc {i}(Title: {title}) {text}\n"   # one passage of an observation
     passages: int = 3                   # top-k of a search
-    max_searches: int = 4               # turns that may search; an invalid turn uses one up; one more turn follows to answer
+    max_searches: int = 4               # turns that may search; an invalid turn uses one up; one more follows to answer
     max_turn_tokens: int = 500
     max_observation_tokens: int = 500   # passages and their wrapping
 
 
 SEARCH_R1 = Protocol(
-    prompt="Answer the question below. Each time you receive new information, first reason about it between <think> and </think>. "
-    "If you then find that some knowledge is missing, call a search engine with <search> query </search>; its top results are "
-    "returned between <information> and </information>. You may search as often as you like. As soon as nothing more is needed, "
-    "give the answer between <answer> and </answer>, short and without explanation, for example <answer> Beijing </answer>. "
-    "Question: {question}\n",
-    retry="\nMy last action was not valid. To search, I put the query between <search> and </search>. To answer, I put the answer "
-    "between <answer> and </answer>. I try again.\n",
+    prompt="Answer the question below. Each time you receive new information, first reason about it between <think> "
+    "and </think>. If you then find that some knowledge is missing, call a search engine with <search> query "
+    "</search>; its top results are returned between <information> and </information>. You may search as often as you "
+    "like. As soon as nothing more is needed, give the answer between <answer> and </answer>, short and without "
+    "explanation, for example <answer> Beijing </answer>. Question: {question}\n",
+    retry="\nMy last action was not valid. To search, I put the query between <search> and </search>. To answer, I put "
+    "the answer between <answer> and </answer>. I try again.\n",
 )
 
 
@@ -65,7 +72,8 @@ def save_protocol(protocol, folder):
 
 
 def load_protocol(folder):
-    """The protocol a model folder was trained with (protocol.json), else SEARCH_R1, which a foreign model is asked to follow."""
+    """The protocol a model folder was trained with (protocol.json), else SEARCH_R1, which a foreign model is asked to
+    follow."""
     path = pathlib.Path(folder) / "protocol.json"
     if not path.is_file():
         return SEARCH_R1
@@ -75,7 +83,8 @@ def load_protocol(folder):
 
 @dataclass
 class Search:
-    """One executed search: the query, the ids of the passages returned, and whether one of them contains a golden answer."""
+    """One executed search: the query, the ids of the passages returned, and whether one of them contains a golden
+    answer."""
     query: str
     passage_ids: list[str]
     hit: bool
@@ -88,8 +97,8 @@ class Trajectory:
     group: int                          # which question occurrence of the batch: the GRPO group
     prompt_ids: list[int]
     response_ids: list[int] = field(default_factory=list)
-    sampled: list[int] = field(default_factory=list)        # 1: sampled by the policy, 0: forced (passages, retry). the loss mask
-    logprobs: list[float] = field(default_factory=list)     # from the forward pass that sampled the token; 0.0 where forced
+    sampled: list[int] = field(default_factory=list)        # the loss mask. 1: sampled, 0: forced (passages, retry)
+    logprobs: list[float] = field(default_factory=list)     # from the forward pass that sampled it; 0.0 where forced
     searches: list[Search] = field(default_factory=list)
     n_invalid: int = 0
     finish: str = ""                    # "answer", "turns" (none left) or "length" (context full)
@@ -101,7 +110,9 @@ class Trajectory:
         return len(self.searches)
 
     def append(self, token, sampled, logprob=0.0):
-        self.response_ids.append(token), self.sampled.append(sampled), self.logprobs.append(logprob)
+        self.response_ids.append(token)
+        self.sampled.append(sampled)
+        self.logprobs.append(logprob)
 
     def __len__(self):
         return len(self.prompt_ids) + len(self.response_ids)
@@ -112,14 +123,15 @@ class Trajectory:
 
 @functools.lru_cache(maxsize=4)
 def ids_containing(tokenizer, characters):
-    """Ids whose text contains one of `characters` (the last ones of the closing tags): only these can complete a tag, so only
-    after these is a turn decoded and searched for one."""
+    """Ids whose text contains one of `characters` (the last ones of the closing tags): only these can complete a tag,
+    so only after these is a turn decoded and searched for one."""
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     return frozenset(i for i, text in enumerate(texts) if characters & set(text))
 
 
 class Codec:
-    """Text to ids and back for one tokenizer and protocol. Forced text cannot contain a working tag or special token."""
+    """Text to ids and back for one tokenizer and protocol. Forced text cannot contain a working tag or special
+    token."""
 
     def __init__(self, tokenizer, protocol):
         self.tokenizer, self.protocol = tokenizer, protocol
@@ -131,7 +143,8 @@ class Codec:
         self.closing_ids = ids_containing(tokenizer, frozenset(protocol.search[1][-1] + protocol.answer[1][-1]))
         self.passage_tokens = protocol.max_observation_tokens - sum(map(len, self.information))
         if self.passage_tokens < 1:
-            raise ValueError(f"max_observation_tokens {protocol.max_observation_tokens} leaves no room for passages; raise it")
+            raise ValueError(f"max_observation_tokens {protocol.max_observation_tokens} leaves no room for passages; "
+                             "raise it")
 
     def neutralise(self, text):
         """"</information>" -> "< /information>": still readable, no longer a tag or a special token."""
@@ -162,7 +175,8 @@ class Codec:
 # one rollout
 
 class Row:
-    """A trajectory under way. `feed` holds the ids of the trajectory that are not in the KV cache yet, `length` those that are."""
+    """A trajectory under way. `feed` holds the ids of the trajectory that are not in the KV cache yet, `length` those
+    that are."""
 
     def __init__(self, trajectory, question, codec, max_context, stop_tokens):
         self.trajectory, self.question, self.codec = trajectory, question, codec
@@ -187,7 +201,8 @@ class Row:
                 if opening not in text[:end]:
                     self.invalid = True
                 elif tag == protocol.answer[1]:
-                    trajectory.answer, trajectory.finish = extract_answer(text[: end + len(tag)], *protocol.answer), "answer"
+                    trajectory.answer, trajectory.finish = (
+                        extract_answer(text[: end + len(tag)], *protocol.answer), "answer")
                 elif last_turn:
                     trajectory.finish = "turns"  # no search is left: not executed, so it counts in no stratum
                 else:
@@ -219,7 +234,8 @@ def answer_searches(rows, retriever, codec):
     for row, passages in zip(searching, results, strict=True):
         golden = [answer for answer in map(normalize_answer, row.question.golden_answers) if answer]
         texts = [f" {normalize_answer(passage.title + ' ' + passage.text)} " for passage in passages]
-        search = Search(row.query, [passage.id for passage in passages], any(f" {g} " in text for g in golden for text in texts))
+        search = Search(row.query, [passage.id for passage in passages],
+                        any(f" {g} " in text for g in golden for text in texts))
         row.observe(codec.observation(passages))
         if not row.trajectory.finish:  # passages that did not fit were never seen: not executed
             row.trajectory.searches.append(search)
@@ -232,7 +248,8 @@ def answer_searches(rows, retriever, codec):
 # many rollouts
 
 class SlotCache(Cache):
-    """One preallocated KV cache per slot; token t of a row always lies at index t of its slot, so no left padding, no holes.
+    """One preallocated KV cache per slot; token t of a row always lies at index t of its slot, so no left padding, no
+    holes.
 
     The next forward reads and writes the slots `rows` (a slice, or a tensor of R slot indices) at `positions` (R, T).
     """
@@ -252,7 +269,7 @@ class SlotCache(Cache):
         if layer_idx == len(self.keys):  # zeros, not empty: masked positions still enter a product with weight 0
             for tensors, new in ((self.keys, keys), (self.values, values)):
                 tensors.append(new.new_zeros(self.slots, new.shape[1], self.capacity, new.shape[3]))
-        for tensors, new in ((self.keys, keys), (self.values, values)):                     # new (R, heads, T, head_dim)
+        for tensors, new in ((self.keys, keys), (self.values, values)):                 # new (R, heads, T, head_dim)
             tensors[layer_idx][self.row_ids[:, None], :, self.positions] = new.transpose(1, 2)
         return self.keys[layer_idx][self.rows, :, : self.read], self.values[layer_idx][self.rows, :, : self.read]
 
@@ -268,7 +285,8 @@ class SlotCache(Cache):
 
 
 def encode(model, cache, slots, feeds, lengths):
-    """Run the R lists of ids `feeds` behind the `lengths` ids already cached in `slots`; -> last hidden state of each (R, D)."""
+    """Run the R lists of ids `feeds` behind the `lengths` ids already cached in `slots`; -> last hidden state of each
+    (R, D)."""
     if len(feeds) > 1 and len(feeds) * max(map(len, feeds)) > PREFILL_TOKENS:
         half = len(feeds) // 2
         parts = (slice(half), slice(half, None))
@@ -285,7 +303,8 @@ def encode(model, cache, slots, feeds, lengths):
     cache.positions = cache.positions.clamp(max=cache.read)
     cache.reserve(cache.read + 1)
     hidden_keys = torch.arange(cache.read, device=device) > cache.positions[:, None, :, None]            # (R, 1, T, S)
-    mask = torch.zeros(hidden_keys.shape, dtype=model.dtype, device=device)  # additive: every attention implementation takes it
+    # additive: every attention implementation takes it
+    mask = torch.zeros(hidden_keys.shape, dtype=model.dtype, device=device)
     mask.masked_fill_(hidden_keys, torch.finfo(model.dtype).min)
     positions = cache.positions.clamp(max=cache.read - 1)
     out = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True)
@@ -315,16 +334,18 @@ def rollout(model, tokenizer, questions, retriever, protocol, rollouts_per_quest
             max_context=4096, generator=None):
     """Sample `rollouts_per_question` trajectories for every question; -> list[Trajectory], question by question.
 
-    questions: objects with id, question, golden_answers (data.Question). retriever: `search(queries, k)` (retriever.py).
-    temperature 0 is greedy. At most `slots` rollouts are in flight, each with at most `max_context` tokens: they bound the memory.
-    The prompt is encoded once per group, every later token once; ValueError if a prompt does not fit.
+    questions: objects with id, question, golden_answers (data.Question). retriever: `search(queries, k)`
+    (retriever.py). temperature 0 is greedy. At most `slots` rollouts are in flight, each with at most `max_context`
+    tokens: they bound the memory. The prompt is encoded once per group, every later token once; ValueError if a prompt
+    does not fit.
     """
     codec, stop_tokens = Codec(tokenizer, protocol), frozenset(stop_ids(model, tokenizer))
     pending = []
     for group, question in enumerate(questions):
         prompt_ids = codec.prompt(question.question)
         if len(prompt_ids) >= max_context:
-            raise ValueError(f"question {question.id}: prompt of {len(prompt_ids)} tokens does not fit --max-context {max_context}")
+            raise ValueError(f"question {question.id}: prompt of {len(prompt_ids)} tokens does not fit "
+                             f"--max-context {max_context}")
         for _ in range(rollouts_per_question):
             trajectory = Trajectory(question.id, group, prompt_ids)
             pending.append(Row(trajectory, question, codec, max_context, stop_tokens))
@@ -345,7 +366,8 @@ def rollout(model, tokenizer, questions, retriever, protocol, rollouts_per_quest
             fresh = {row.trajectory.group: row for row in new if row.trajectory.group not in prefixes}
             if fresh:  # a question is encoded once, in a free slot, and copied to the slots of its group
                 free = list(range(len(active), len(active) + len(fresh)))
-                hidden = encode(model, cache, free, [row.trajectory.prompt_ids for row in fresh.values()], [0] * len(free))
+                hidden = encode(model, cache, free, [row.trajectory.prompt_ids for row in fresh.values()],
+                                [0] * len(free))
                 for slot, group, state in zip(free, fresh, hidden):
                     prefixes[group] = cache.load(slot, fresh[group].length), state
             for slot, row in enumerate(new, len(active)):
@@ -381,7 +403,8 @@ def rollout(model, tokenizer, questions, retriever, protocol, rollouts_per_quest
 # demonstrations
 
 def replay(demonstrations, questions, tokenizer, retriever, protocol, max_context=4096):
-    """Demonstrations -> trajectories, as if the policy had sampled them: turns are sampled text, observations come from the retriever.
+    """Demonstrations -> trajectories, as if the policy had sampled them: turns are sampled text, observations come from
+    the retriever.
 
     demonstrations: one list of turn texts per question, each turn ending in a search or, the last, in an answer.
     ValueError naming the question if a turn does not end with its text or turns are left over.
@@ -389,45 +412,50 @@ def replay(demonstrations, questions, tokenizer, retriever, protocol, max_contex
     codec, under_way = Codec(tokenizer, protocol), []
     for group, (turns, question) in enumerate(zip(demonstrations, questions, strict=True)):
         trajectory = Trajectory(question.id, group, codec.prompt(question.question))
-        under_way.append((Row(trajectory, question, codec, max_context, frozenset()), [codec.encode(turn) for turn in turns]))
+        under_way.append((Row(trajectory, question, codec, max_context, frozenset()),
+                          [codec.encode(turn) for turn in turns]))
     trajectories = [row.trajectory for row, _ in under_way]
     while under_way:
         for row, turns in under_way:
             ended = False
             for token in turns.pop(0) if turns else []:
                 if ended:
-                    raise ValueError(f"demonstration for question {row.question.id}: a turn goes on after its closing tag, or is longer "
-                                     f"than --max-turn-tokens {protocol.max_turn_tokens}")
+                    raise ValueError(f"demonstration for question {row.question.id}: a turn goes on after its closing "
+                                     f"tag, or is longer than --max-turn-tokens {protocol.max_turn_tokens}")
                 row.accept(token, 0.0)
                 ended = row.trajectory.finish or row.invalid or row.query is not None
             if not ended or (turns and row.trajectory.finish in ("answer", "turns")):
-                raise ValueError(f"demonstration for question {row.question.id}: each turn must end in </search>, the last in "
-                                 "</answer>, within --max-searches")
+                raise ValueError(f"demonstration for question {row.question.id}: each turn must end in </search>, the "
+                                 "last in </answer>, within --max-searches")
         answer_searches([row for row, _ in under_way], retriever, codec)
         under_way = [(row, turns) for row, turns in under_way if not row.trajectory.finish]
     return trajectories
 
 
 def load_demonstrations(path, tokenizer, retriever, protocol, max_context=4096):
-    """jsonl {id, question, golden_answers, turns: [text of each sampled turn]} -> trajectories for policy.warm_start."""
+    """jsonl {id, question, golden_answers, turns: [text of each sampled turn]} -> trajectories for
+    policy.warm_start."""
     questions = load_questions(path, extra=("turns",))
     for question in questions:
         turns = question.metadata["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise ValueError(f"{path}: question {question.id}: 'turns' must be a list of strings, one per sampled turn")
-    return replay([question.metadata["turns"] for question in questions], questions, tokenizer, retriever, protocol, max_context)
+    return replay([question.metadata["turns"] for question in questions], questions, tokenizer, retriever, protocol,
+                  max_context)
 
 
 # -----------------------------------------------------------------------------
 # for people
 
 def record(trajectory, question, tokenizer):
-    """A trajectory as a json-ready dict: ids, mask, and the response as segments [sampled 0/1, text] that show the mask."""
+    """A trajectory as a json-ready dict: ids, mask, and the response as segments [sampled 0/1, text] that show the
+    mask."""
     segments, start, ids, sampled = [], 0, trajectory.response_ids, trajectory.sampled
     for end in range(1, len(ids) + 1):
         if end == len(ids) or sampled[end] != sampled[start]:
             segments.append([sampled[start], tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)])
             start = end
     row = dataclasses.asdict(trajectory)
-    return {**row, "n_searches": trajectory.n_searches, "question": question.question, "golden_answers": question.golden_answers,
-            "prompt": tokenizer.decode(trajectory.prompt_ids), "segments": segments}
+    return {**row, "n_searches": trajectory.n_searches, "question": question.question,
+            "golden_answers": question.golden_answers, "prompt": tokenizer.decode(trajectory.prompt_ids),
+            "segments": segments}

@@ -1,22 +1,24 @@
 """
 train.py — train a search agent with Stratified GRPO, read top to bottom.
 
-    python train.py                                    # the embedded world (world.py), a tiny policy, minutes on a laptop CPU
-    python train.py --advantage grpo                   # the same run with GRPO's advantages; san: without the blend
+    python train.py                         # the embedded world (world.py), a tiny policy, minutes on a laptop CPU
+    python train.py --advantage grpo        # the same run with GRPO's advantages; san: without the blend
     python train.py --model DIR --questions F --corpus F --eval-questions F     # your model and data
-    python train.py --preset search-r1                 # the paper's setting: Qwen2.5-3B, NQ + HotpotQA, 2018 Wikipedia; one GPU
-    python train.py --resume runs/NAME                 # go on after an interruption
+    python train.py --preset search-r1      # the paper's setting: Qwen2.5-3B, NQ + HotpotQA, 2018 Wikipedia; one GPU
+    python train.py --resume runs/NAME      # go on after an interruption
 
-A step: rollout -> reward -> strata -> advantages -> PPO epochs over mini-batches -> log. runs/NAME/ then holds config.json,
-metrics.jsonl (a line a step), trajectories.jsonl (every Nth step, decoded, with the sampled mask), eval.json, and
-checkpoint-STEP/ (a Hugging Face folder that eval.py takes).
+A step: rollout -> reward -> strata -> advantages -> PPO epochs over mini-batches -> log. runs/NAME/ then holds
+config.json, metrics.jsonl (a line a step), trajectories.jsonl (every Nth step, decoded, with the sampled mask),
+eval.json, and checkpoint-STEP/ (a Hugging Face folder that eval.py takes).
 
 Departures from the paper and from Search-R1, which it follows:
  1. old log-probs are those of the forward pass that sampled the token; nothing is scored twice before the update.
- 2. the loss is the token mean over a mini-batch of rollouts (Search-R1: mean over micro-batches), so micro-batches change nothing.
- 3. a rollout with advantage 0 has gradient 0: without a KL term it is counted in the mean but not run through the model,
-    and a mini-batch of nothing else takes no optimizer step.
- 4. every step draws its randomness and its questions from (seed, step) alone, so that a resumed run needs no generator states.
+ 2. the loss is the token mean over a mini-batch of rollouts (Search-R1: mean over micro-batches), so micro-batches
+    change nothing.
+ 3. a rollout with advantage 0 has gradient 0: without a KL term it is counted in the mean but not run through the
+    model, and a mini-batch of nothing else takes no optimizer step.
+ 4. every step draws its randomness and its questions from (seed, step) alone, so that a resumed run needs no generator
+    states.
 """
 import argparse
 import contextlib
@@ -34,7 +36,8 @@ from tqdm import tqdm
 import world
 from checkpoint import append_line, hold_interrupts, latest_checkpoint, save_checkpoint, trim, write_json
 from data import exact_match, resolve_questions, score
-from policy import (MasterAdamW, choose_device, load_policy, micro_batches, pad_trajectories, token_logprobs, warm_start)
+from policy import (MasterAdamW, choose_device, load_policy, micro_batches, pad_trajectories, token_logprobs,
+                    warm_start)
 from retriever import RetrieverError, open_retriever
 from rollout import Codec, load_demonstrations, load_protocol, record, rollout
 from stratgrpo import blended_advantages, group_advantages, kl_k3, ppo_clip_loss, stratified_advantages, stratum_report
@@ -47,24 +50,28 @@ def flag(default, text, **metadata):
 @dataclass
 class Config:
     """Every field is a flag: --questions-per-step 16. The defaults are those of the preset tiny."""
-    preset: str = flag("tiny", "settings to start from. tiny: the embedded world on a CPU; search-r1: the paper's, and the default "
-                       "with --model", choices=["tiny", "search-r1"])
+    preset: str = flag("tiny", "settings to start from. tiny: the embedded world on a CPU; search-r1: the paper's, and "
+                       "the default with --model", choices=["tiny", "search-r1"])
     name: str = flag("", "run folder runs/NAME; empty: named after preset, advantage and seed")
     seed: int = flag(0, "seed of everything: world, warm start, questions, sampling")
     # data
-    model: str = flag("", "Hugging Face folder or hub name; empty: the embedded world with its own policy, questions and corpus")
+    model: str = flag("", "Hugging Face folder or hub name; empty: the embedded world with its own policy, questions "
+                      "and corpus")
     questions: str = flag("", "training questions: jsonl files or names (nq, hotpotqa), comma-separated")
     eval_questions: str = flag("", "held-out questions, the same forms; empty: no evaluation")
-    corpus: str = flag("", "jsonl of passages, a pyserini index name, or the http://... of a Search-R1 /retrieve server")
+    corpus: str = flag("", "jsonl of passages, a pyserini index name, or the http://... of a Search-R1 /retrieve "
+                       "server")
     # warm start
     demos: str = flag("", "jsonl of demonstrations {id, question, golden_answers, turns} for a supervised warm start")
     sft_steps: int = flag(0, "optimizer steps on the demonstrations before RL")
     sft_batch: int = flag(32, "demonstrations per such step")
     sft_learning_rate: float = flag(1e-5, "peak learning rate of the warm start")
     # the method
-    advantage: str = flag("stratified", "stratified: alpha SAN + (1 - alpha) GRPO", choices=["stratified", "san", "grpo"])
+    advantage: str = flag("stratified", "stratified: alpha SAN + (1 - alpha) GRPO",
+                          choices=["stratified", "san", "grpo"])
     alpha: float = flag(0.6, "share of SAN in the stratified advantage, in [0, 1]")
-    loss: str = flag("token-mean", "mean over the tokens, or over the rollouts, of a mini-batch", choices=["token-mean", "sequence-mean"])
+    loss: str = flag("token-mean", "mean over the tokens, or over the rollouts, of a mini-batch",
+                     choices=["token-mean", "sequence-mean"])
     clip_low: float = flag(0.2, "PPO: ratios below 1 - clip_low earn nothing more")
     clip_high: float = flag(0.2, "PPO: ratios above 1 + clip_high earn nothing more")
     kl: float = flag(0.0, "weight of the k3 KL to the frozen initial policy; 0: no reference model")
@@ -79,7 +86,8 @@ class Config:
     max_observation_tokens: int = flag(-1, "tokens of one <information> block; -1: as the protocol says")
     prompt_file: str = flag("", "text file with another prompt, containing {question}")
     max_context: int = flag(512, "tokens of prompt and response together; a trajectory that does not fit stops")
-    slots: int = flag(128, "rollouts in flight; the KV cache holds slots x max_context tokens. lower it when memory runs out")
+    slots: int = flag(128, "rollouts in flight; the KV cache holds slots x max_context tokens. lower it when memory "
+                      "runs out")
     # the update
     epochs: int = flag(1, "PPO epochs over the rollouts of a step")
     mini_batch: int = flag(64, "rollouts per optimizer step")
@@ -88,10 +96,12 @@ class Config:
     warmup_steps: int = flag(5, "RL steps of linear learning-rate warm-up")
     weight_decay: float = flag(0.0, "AdamW weight decay")
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this")
-    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, a third more time")
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, a third more "
+                                        "time")
     # the machine
     device: str = flag("auto", "auto, cpu, cuda, ...")
-    dtype: str = flag("auto", "auto: bfloat16 on a GPU that has it, else float32", choices=["auto", "float32", "bfloat16"])
+    dtype: str = flag("auto", "auto: bfloat16 on a GPU that has it, else float32",
+                      choices=["auto", "float32", "bfloat16"])
     threads: int = flag(0, "CPU threads; 0: torch decides")
     # logging
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only")
@@ -104,19 +114,23 @@ class Config:
 PRESETS = {
     "tiny": dict(threads=1),  # its matrices are too small to share
     "search-r1": dict(
-        kl=0.001, steps=1005, questions_per_step=512, rollouts_per_question=5, max_context=4096, slots=256, mini_batch=256,
-        micro_batch_tokens=16384, learning_rate=1e-6, warmup_steps=286, weight_decay=0.01, gradient_checkpointing=True,
-        eval_every=100, eval_limit=500, save_every=50, dump_every=50,
+        kl=0.001, steps=1005, questions_per_step=512, rollouts_per_question=5, max_context=4096, slots=256,
+        mini_batch=256, micro_batch_tokens=16384, learning_rate=1e-6, warmup_steps=286, weight_decay=0.01,
+        gradient_checkpointing=True, eval_every=100, eval_limit=500, save_every=50, dump_every=50,
     ),
 }
-PAPER_DATA = dict(model="Qwen/Qwen2.5-3B", questions="nq,hotpotqa", eval_questions="nq,hotpotqa", corpus="wikipedia-dpr-100w")
-CHANGEABLE = ("steps", "slots", "micro_batch_tokens", "eval_every", "eval_limit", "save_every", "dump_every", "threads", "device", "cache")
+PAPER_DATA = dict(model="Qwen/Qwen2.5-3B", questions="nq,hotpotqa", eval_questions="nq,hotpotqa",
+                  corpus="wikipedia-dpr-100w")
+CHANGEABLE = ("steps", "slots", "micro_batch_tokens", "eval_every", "eval_limit", "save_every", "dump_every", "threads",
+              "device", "cache")
 
 
 def parse_config(arguments):
     """Flags -> (Config, run folder, whether it is resumed). Defaults < preset < saved config of --resume < flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--resume", metavar="RUN", help="run folder to go on with; only these flags may change: " + ", ".join(CHANGEABLE))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--resume", metavar="RUN",
+                        help="run folder to go on with; only these flags may change: " + ", ".join(CHANGEABLE))
     for f in dataclasses.fields(Config):
         name, options = "--" + f.name.replace("_", "-"), {"help": f"{f.metadata['help']} (default: {f.default!r})"}
         if f.type is bool:
@@ -134,7 +148,8 @@ def parse_config(arguments):
             raise ValueError(f"--resume keeps the run's settings: --{fixed[0].replace('_', '-')} cannot change")
         config = Config(**{**saved, **given})
     else:
-        # with a model of one's own the paper's settings are the better start; its data only where nothing else was named
+        # with a model of one's own the paper's settings are the better start; its data only where nothing else was
+        # named
         preset = given.setdefault("preset", "search-r1" if "model" in given else "tiny")
         data = PAPER_DATA if preset == "search-r1" and not given.keys() & PAPER_DATA.keys() else {}
         config = Config(**{**PRESETS[preset], **data, **given})
@@ -149,17 +164,19 @@ def check_config(config):
         if not condition:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: {fix}")
 
-    require(config.rollouts_per_question >= 2, "rollouts_per_question", "an advantage compares rollouts, give at least 2")
+    require(config.rollouts_per_question >= 2, "rollouts_per_question",
+            "an advantage compares rollouts, give at least 2")
     require(0 <= config.alpha <= 1, "alpha", "must lie in [0, 1]")
     require(config.temperature > 0, "temperature", "must be above 0 in training")
-    for name in ("questions_per_step", "slots", "mini_batch", "micro_batch_tokens", "epochs", "max_context", "sft_batch", "dump_every"):
+    for name in ("questions_per_step", "slots", "mini_batch", "micro_batch_tokens", "epochs", "max_context",
+                 "sft_batch", "dump_every"):
         require(getattr(config, name) >= 1, name, "must be at least 1")
     require(config.clip_low <= 1, "clip_low", "must lie in [0, 1]")
     for name, least in (("max_searches", 0), ("passages", 1), ("max_turn_tokens", 1), ("max_observation_tokens", 1)):
         value = getattr(config, name)
         require(value >= least or value == -1, name, f"must be at least {least}, or -1: as the protocol says")
-    for name in ("steps", "sft_steps", "warmup_steps", "eval_every", "eval_limit", "save_every", "threads", "kl", "weight_decay",
-                 "clip_low", "clip_high"):
+    for name in ("steps", "sft_steps", "warmup_steps", "eval_every", "eval_limit", "save_every", "threads", "kl",
+                 "weight_decay", "clip_low", "clip_high"):
         require(getattr(config, name) >= 0, name, "must not be negative")
     for name in ("learning_rate", "sft_learning_rate", "max_grad_norm"):
         require(getattr(config, name) > 0, name, "must be above 0")
@@ -175,7 +192,8 @@ def new_run_folder(config):
     """A named folder must be new; an automatic name gets -2, -3, ... so that no run is ever overwritten."""
     name, runs = config.name or f"{config.preset}-{config.advantage}-seed{config.seed}", pathlib.Path("runs")
     if config.name and (runs / name).exists():
-        raise ValueError(f"--name {name}: {runs / name} exists; go on with --resume {runs / name} or choose another name")
+        raise ValueError(f"--name {name}: {runs / name} exists; go on with --resume {runs / name} or choose another "
+                         "name")
     candidates = [name] + [f"{name}-{i}" for i in range(2, 1000)]
     return runs / next(candidate for candidate in candidates if not (runs / candidate).exists())
 
@@ -196,7 +214,8 @@ def questions_of_step(questions, config, step):
 
 
 def compute_advantages(trajectories, config):
-    """-> (N,) float64 advantages, and the stratum report. A stratum: same question occurrence, same number of executed searches."""
+    """-> (N,) float64 advantages, and the stratum report. A stratum: same question occurrence, same number of executed
+    searches."""
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)       # (N,)
     groups = torch.tensor([t.group for t in trajectories])                              # (N,)
     strata = torch.tensor([t.n_searches for t in trajectories])                         # (N,)
@@ -227,7 +246,8 @@ def update(model, optimizer, reference, trajectories, advantages, config, step):
         order = torch.randperm(len(trajectories), generator=generator).tolist()
         for start in range(0, len(order), config.mini_batch):
             batch = [trajectories[i] for i in order[start : start + config.mini_batch]]
-            # whole-batch denominators make the gradient independent of the micro-batches; departure 3 says what is left out
+            # whole-batch denominators make the gradient independent of the micro-batches; departure 3 says what is
+            # left out
             total_tokens = sum(sum(t.sampled) for t in batch)
             denominator = total_tokens if config.loss == "token-mean" else len(batch)
             batch = [t for t in batch if advantages[id(t)] != 0 or reference]
@@ -240,13 +260,14 @@ def update(model, optimizer, reference, trajectories, advantages, config, step):
                 logprobs, entropy = token_logprobs(model, ids, sampled, config.temperature)                # (B, T) x 2
                 old_logprobs = padded([t.logprobs for t in part], part, ids)                               # (B, T)
                 advantage = torch.tensor([advantages[id(t)] for t in part], device=model.device)           # (B,)
-                loss, statistics = ppo_clip_loss(logprobs, old_logprobs, advantage, sampled, config.clip_low, config.clip_high,
-                                                 config.loss, denominator, total_tokens)
+                loss, statistics = ppo_clip_loss(logprobs, old_logprobs, advantage, sampled, config.clip_low,
+                                                 config.clip_high, config.loss, denominator, total_tokens)
                 statistics["loss"], statistics["entropy"] = loss.detach(), entropy.sum() / total_tokens
                 if reference:
                     with torch.no_grad():
                         reference_logprobs, _ = token_logprobs(reference, ids, sampled, config.temperature)
-                    kl = kl_k3(logprobs, reference_logprobs)                                               # (B, T), 0 where forced
+                    # 0 where forced
+                    kl = kl_k3(logprobs, reference_logprobs)                                               # (B, T)
                     statistics["kl"] = kl.detach().sum() / total_tokens
                     weights = 1.0 if config.loss == "token-mean" else 1.0 / sampled.sum(1, keepdim=True)   # (B, 1)
                     loss = loss + config.kl * (kl * weights).sum() / denominator
@@ -260,7 +281,8 @@ def update(model, optimizer, reference, trajectories, advantages, config, step):
                 row[key] *= total_tokens / trained_tokens  # a mean over the tokens that were run
             history.append(row)
     merge = {"ratio_min": min, "ratio_max": max}
-    statistics = {key: merge.get(key, lambda v: sum(v) / len(v))([row[key] for row in history]) for key in (history or [{}])[0]}
+    statistics = {key: merge.get(key, lambda v: sum(v) / len(v))([row[key] for row in history])
+                  for key in (history or [{}])[0]}
     return {**statistics, "learning_rate": learning_rate, "optimizer_steps": len(history)}
 
 
@@ -270,9 +292,11 @@ def out_of_memory_names(name):
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        if (isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+                and "can't allocate memory" not in str(error)):
             raise
-        sys.exit(f"error: out of memory; lower --{name}, then start again or, if there is a checkpoint, go on with --resume")
+        sys.exit(f"error: out of memory; lower --{name}, then start again or, if there is a checkpoint, go on with "
+                 "--resume")
 
 
 # -----------------------------------------------------------------------------
@@ -296,41 +320,50 @@ def main(arguments=None):
 
 
 def setup(config, folder, resumed):
-    """Load everything, so that whatever is wrong with it is said before the run folder is made. -> keyword arguments of train."""
+    """Load everything, so that whatever is wrong with it is said before the run folder is made. -> keyword arguments of
+    train."""
     device, dtype = choose_device(config.device, config.dtype)
     source, data = config.model, {name: getattr(config, name) for name in ("questions", "eval_questions", "corpus")}
     if not source:
         source = world.prepare(config.cache, config.seed)
-        data = {"questions": f"{source}/train.jsonl", "eval_questions": f"{source}/heldout.jsonl", "corpus": f"{source}/corpus.jsonl"}
+        data = {"questions": f"{source}/train.jsonl", "eval_questions": f"{source}/heldout.jsonl",
+                "corpus": f"{source}/corpus.jsonl"}
     checkpoint = latest_checkpoint(folder) if resumed else None
     protocol = load_protocol(checkpoint or source)
-    changes = {key: getattr(config, key) for key in ("max_searches", "passages", "max_turn_tokens", "max_observation_tokens")}
+    changes = {key: getattr(config, key)
+               for key in ("max_searches", "passages", "max_turn_tokens", "max_observation_tokens")}
     protocol = dataclasses.replace(protocol, **{key: value for key, value in changes.items() if value >= 0})
     if config.prompt_file and not resumed:  # a checkpoint holds the prompt it was trained with
         protocol = dataclasses.replace(protocol, prompt=pathlib.Path(config.prompt_file).read_text(encoding="utf-8"))
         if "{question}" not in protocol.prompt:
-            raise ValueError(f"--prompt-file {config.prompt_file}: the text must contain {{question}}, where the question goes")
+            raise ValueError(f"--prompt-file {config.prompt_file}: the text must contain {{question}}, where the "
+                             "question goes")
     questions = resolve_questions(data["questions"], "train")
-    held_out = resolve_questions(data["eval_questions"], "test")[: config.eval_limit or None] if data["eval_questions"] else []
+    held_out = (resolve_questions(data["eval_questions"], "test")[: config.eval_limit or None]
+                if data["eval_questions"] else [])
     model, tokenizer = load_policy(checkpoint or source, device, dtype, config.max_context)
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
     codec = Codec(tokenizer, protocol)
-    for question in sorted(questions + held_out, key=lambda question: len(question.question))[-1000:]:  # all would take a while
+    # all would take a while
+    for question in sorted(questions + held_out, key=lambda question: len(question.question))[-1000:]:
         if (length := len(codec.prompt(question.question))) >= config.max_context:
-            raise ValueError(f"question {question.id}: prompt of {length} tokens does not fit --max-context {config.max_context}")
+            raise ValueError(f"question {question.id}: prompt of {length} tokens does not fit "
+                             f"--max-context {config.max_context}")
     retriever = open_retriever(data["corpus"], cache_dir=config.cache or None)
     retriever.search(["is anyone there"], 1)  # a server that is down is found now
     if config.demos and not resumed:
         demonstrations = load_demonstrations(config.demos, tokenizer, retriever, protocol, config.max_context)
         with out_of_memory_names("micro-batch-tokens"):
-            warm_start(model, demonstrations, config.sft_steps, config.sft_batch, config.sft_learning_rate, config.micro_batch_tokens, config.seed)
+            warm_start(model, demonstrations, config.sft_steps, config.sft_batch, config.sft_learning_rate,
+                       config.micro_batch_tokens, config.seed)
     folder.mkdir(parents=True, exist_ok=resumed)
     write_json(folder / "config.json", dataclasses.asdict(config))
     reference = None
     if config.kl:
         if not resumed:
-            model.save_pretrained(folder / "reference"), tokenizer.save_pretrained(folder / "reference")
+            model.save_pretrained(folder / "reference")
+            tokenizer.save_pretrained(folder / "reference")
         reference = load_policy(folder / "reference", device, dtype)[0].requires_grad_(False)
     optimizer, step = MasterAdamW(model, config.learning_rate, (0.9, 0.999), config.weight_decay), 0
     if checkpoint:
@@ -338,18 +371,19 @@ def setup(config, folder, resumed):
         optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location=device, weights_only=True))
         for name in ("metrics.jsonl", "trajectories.jsonl"):
             trim(folder / name, step)
-    return dict(model=model, tokenizer=tokenizer, protocol=protocol, questions=questions, held_out=held_out, retriever=retriever,
-                reference=reference, optimizer=optimizer, step=step)
+    return dict(model=model, tokenizer=tokenizer, protocol=protocol, questions=questions, held_out=held_out,
+                retriever=retriever, reference=reference, optimizer=optimizer, step=step)
 
 
 def evaluate(config, folder, step, model, tokenizer, protocol, held_out, retriever):
     """Greedy rollouts, one per held-out question. -> and prints EM, F1, searches; keeps them in eval.json by step."""
     with out_of_memory_names("slots"):
-        trajectories = rollout(model, tokenizer, held_out, retriever, protocol, 1, 0.0, config.slots, config.max_context)
+        trajectories = rollout(model, tokenizer, held_out, retriever, protocol, 1, 0.0, config.slots,
+                               config.max_context)
     result = score(held_out, trajectories)
     low, high = result["em_interval"]
-    tqdm.write(f"eval {step:4d} | {len(held_out)} held-out questions, greedy | EM {result['em']:.3f} [{low:.3f}, {high:.3f}] | "
-               f"F1 {result['f1']:.3f} | searches {result['searches']:.2f} per question")
+    tqdm.write(f"eval {step:4d} | {len(held_out)} held-out questions, greedy | EM {result['em']:.3f} "
+               f"[{low:.3f}, {high:.3f}] | F1 {result['f1']:.3f} | searches {result['searches']:.2f} per question")
     path = folder / "eval.json"
     saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     write_json(path, {**saved, str(step): result})
@@ -360,8 +394,10 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
     """The loop. `step` counts finished steps, so a checkpoint at any point between two updates is a resumable one."""
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{folder} | {type(model).__name__} {parameters / 1e6:.1f} M parameters, {model.dtype} on {model.device} | "
-          f"{len(questions)} training questions | advantage {config.advantage}" + (f", alpha {config.alpha}" if config.advantage == "stratified" else ""))
-    test = functools.partial(evaluate, config, folder, model=model, tokenizer=tokenizer, protocol=protocol, held_out=held_out, retriever=retriever)
+          f"{len(questions)} training questions | advantage {config.advantage}"
+          + (f", alpha {config.alpha}" if config.advantage == "stratified" else ""))
+    test = functools.partial(evaluate, config, folder, model=model, tokenizer=tokenizer, protocol=protocol,
+                             held_out=held_out, retriever=retriever)
     saved = step if latest_checkpoint(folder) else None
 
     def save():
@@ -376,7 +412,8 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
     bar = tqdm(total=config.steps, initial=step, unit="step", disable=None, leave=False)
     try:
         if saved is None:
-            save()  # resumable from the start: the warm start is kept, and a disk too small for a checkpoint is found now
+            # resumable from the start: the warm start is kept, and a disk too small for a checkpoint is found now
+            save()
         if held_out and (step == 0 or due(config.eval_every)):  # when resumed: what an interruption may have cut off
             test(step)
         while step < config.steps:
@@ -384,8 +421,8 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
             batch = questions_of_step(questions, config, step)
             generator = torch.Generator(model.device).manual_seed(config.seed * 1_000_003 + step)
             with out_of_memory_names("slots"):
-                trajectories = rollout(model, tokenizer, batch, retriever, protocol, config.rollouts_per_question, config.temperature,
-                                       config.slots, config.max_context, generator)
+                trajectories = rollout(model, tokenizer, batch, retriever, protocol, config.rollouts_per_question,
+                                       config.temperature, config.slots, config.max_context, generator)
             for trajectory in trajectories:
                 trajectory.reward = exact_match(trajectory.answer, batch[trajectory.group].golden_answers)
             advantages, report = compute_advantages(trajectories, config)
@@ -394,11 +431,13 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
                 with out_of_memory_names("micro-batch-tokens"):
                     statistics = update(model, optimizer, reference, trajectories, advantages, config, step)
                 seconds = {"rollout_seconds": sampled_at - started, "update_seconds": time.perf_counter() - sampled_at}
-                metrics = {"step": step, **score([batch[t.group] for t in trajectories], trajectories, interval=False), **statistics, **report, **seconds}
+                metrics = {"step": step, **score([batch[t.group] for t in trajectories], trajectories, interval=False),
+                           **statistics, **report, **seconds}
                 append_line(folder / "metrics.jsonl", metrics)
                 if step % config.dump_every == 0:
                     append_line(folder / "trajectories.jsonl", *(
-                        {"step": step, "advantage": a, **record(t, batch[t.group], tokenizer)} for t, a in zip(trajectories, advantages.tolist())))
+                        {"step": step, "advantage": a, **record(t, batch[t.group], tokenizer)}
+                        for t, a in zip(trajectories, advantages.tolist())))
                 step += 1
             tqdm.write(step_line(metrics, config))
             bar.update()
@@ -409,7 +448,8 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
         bar.close()
         data = f"--seed {config.seed}"
         if config.model:
-            data = f"--questions {config.eval_questions or 'F'} --corpus {config.corpus} --max-context {config.max_context}"
+            data = (f"--questions {config.eval_questions or 'F'} --corpus {config.corpus} "
+                    f"--max-context {config.max_context}")
         print(f"done: {folder} | python eval.py --model {latest_checkpoint(folder)} {data}")
     except (KeyboardInterrupt, RetrieverError) as error:  # come between two updates only
         with contextlib.suppress(KeyboardInterrupt):  # an impatient second Ctrl-C
@@ -423,9 +463,11 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
 
 
 def step_line(m, config):
-    """One human line a step: reward is the mean EM; then share and mean reward of every stratum (number of searches)."""
+    """One human line a step: reward is the mean EM; then share and mean reward of every stratum (number of
+    searches)."""
     strata = " ".join(f"{label}:{s['share']:.0%}/{s['reward_mean']:.2f}" for label, s in m["strata"].items())
-    line = f"step {m['step'] + 1:4d}/{config.steps} | EM {m['em']:.3f} | searches {m['searches']:.2f} | share/EM by searches {strata}"
+    line = (f"step {m['step'] + 1:4d}/{config.steps} | EM {m['em']:.3f} | searches {m['searches']:.2f} | "
+            f"share/EM by searches {strata}")
     if m["optimizer_steps"]:
         line += f" | kl {m.get('kl', m['approx_kl']):.4f} | clip {m['clipfrac']:.3f} | entropy {m['entropy']:.2f}"
     return line + f" | {m['tokens'] / (m['rollout_seconds'] + m['update_seconds']):.0f} tok/s"

@@ -1,14 +1,19 @@
 """
-world.py — the embedded default: a small made-up world, its tokenizer, and a tiny policy with a warm start of two minutes.
+world.py — the embedded default: a small made-up world, its tokenizer, and a tiny policy with a warm start of two
+minutes.
 
     python world.py --seed 0        # builds it (train.py does so by itself) and shows a few demonstrations
 
-People live in towns and work for companies; towns have mayors and lie in countries; companies have founders. 3,400 passages and two
-kinds of questions: one look-up ("Where was Marta Venker born?") or two ("Who is the mayor of the town where ... was born?").
-  - names are two words and every word is shared by many names, so half a name finds namesakes and both words must be copied.
-  - train and held-out questions share no person, town or company: no fact can be known by heart, and guessing does not pay.
-  - the warm start is supervised learning on noisy demonstrations: guesses, half names, giving up after one look-up, a search too many.
-    After it the policy copies well and searches 0 to 3 times, but is right less than half the time; RL has to find out when to stop.
+People live in towns and work for companies; towns have mayors and lie in countries; companies have founders. 3,400
+passages and two kinds of questions: one look-up ("Where was Marta Venker born?") or two ("Who is the mayor of the town
+where ... was born?").
+  - names are two words and every word is shared by many names, so half a name finds namesakes and both words must be
+    copied.
+  - train and held-out questions share no person, town or company: no fact can be known by heart, and guessing does not
+    pay.
+  - the warm start is supervised learning on noisy demonstrations: guesses, half names, giving up after one look-up, a
+    search too many. After it the policy copies well and searches 0 to 3 times, but is right less than half the time;
+    RL has to find out when to stop.
 
 The same world, policy and warm start serve every estimator; nothing here knows which one will be used.
 """
@@ -32,8 +37,8 @@ from policy import warm_start
 from retriever import open_retriever
 from rollout import Protocol, load_demonstrations, save_protocol
 
-TINY = Protocol(prompt="{question}\n", retry="\nThat was not valid .\n", passage="{text}\n", max_searches=3, max_turn_tokens=40,
-                max_observation_tokens=120)
+TINY = Protocol(prompt="{question}\n", retry="\nThat was not valid .\n", passage="{text}\n", max_searches=3,
+                max_turn_tokens=40, max_observation_tokens=120)
 
 # names have two words. every word is shared by many names, so a query must hold both, and both must be copied
 FIRST = [a + b for a in "Mar Tol Bel Vin Sel Dor Kel Lor Fen Jas Nor Pel".split()
@@ -41,23 +46,24 @@ FIRST = [a + b for a in "Mar Tol Bel Vin Sel Dor Kel Lor Fen Jas Nor Pel".split(
 LAST = [a + b for a in "Bran Ven Hol Kar Lind Mor Quil Rast Sten Tam Ulv Wes Yar Zel Gar Dun".split()
               for b in "dish ker low man ner ford by stone wick gate".split()]
 TOWNS = (
-    "Amber Ashen Birch Bramble Cedar Clover Crystal Dusty Eagle Elder Falcon Fern Foggy Frosty Golden Granite Hazel Heather "
-    "Hidden Hollow Ivory Juniper Kestrel Larch Lilac Linden Lonely Maple Marble Meadow Misty Mossy Narrow Nettle Oaken Otter "
-    "Pebble Pine Quartz Quiet Raven Rocky Rowan Russet Sandy Shady Silver Snowy Sparrow Sunny Swallow Thistle Timber Umber "
-    "Velvet Violet Walnut Willow Windy Winter".split(),
-    "Abbey Bank Bay Beach Bend Bluff Bridge Brook Canyon Castle Cliff Corner Cove Creek Crossing Dale Falls Ferry Field Ford "
-    "Forest Gate Glen Grove Harbor Haven Heath Hill Island Lake Landing Lodge Manor Market Mill Moor Park Pass Point Pond Port "
-    "Ridge Rock Shore Spring Station Tower Vale Valley Well".split())
+    "Amber Ashen Birch Bramble Cedar Clover Crystal Dusty Eagle Elder Falcon Fern Foggy Frosty Golden Granite Hazel "
+    "Heather Hidden Hollow Ivory Juniper Kestrel Larch Lilac Linden Lonely Maple Marble Meadow Misty Mossy Narrow "
+    "Nettle Oaken Otter Pebble Pine Quartz Quiet Raven Rocky Rowan Russet Sandy Shady Silver Snowy Sparrow Sunny "
+    "Swallow Thistle Timber Umber Velvet Violet Walnut Willow Windy Winter".split(),
+    "Abbey Bank Bay Beach Bend Bluff Bridge Brook Canyon Castle Cliff Corner Cove Creek Crossing Dale Falls Ferry "
+    "Field Ford Forest Gate Glen Grove Harbor Haven Heath Hill Island Lake Landing Lodge Manor Market Mill Moor Park "
+    "Pass Point Pond Port Ridge Rock Shore Spring Station Tower Vale Valley Well".split())
 COMPANIES = (
-    "Alpine Anchor Arctic Atlas Bronze Cobalt Comet Copper Coral Cosmic Crimson Delta Diamond Eastern Ember Emerald Empire "
-    "Galaxy Global Grand Imperial Indigo Iron Jade Jupiter Liberty Lunar Magnet Mercury Meteor Neptune Nickel Northern Onyx "
-    "Orbit Pacific Phoenix Pioneer Polar Regal Royal Ruby Sapphire Saturn Scarlet Solar Southern Steel Titan Western".split(),
-    "Anvil Arrow Basket Bell Bicycle Blanket Boot Bottle Button Candle Canvas Carpet Chair Clock Compass Cradle Cup Drum Engine "
-    "Feather Fiddle Flute Glass Glove Hammer Hat Kettle Ladder Lamp Lantern Loom Mirror Needle Oven Paper Pencil Piano Pillow "
-    "Plough Pottery Razor Ribbon Saddle Soap Spoon Tea Thread Tractor Umbrella Wheel".split())
+    "Alpine Anchor Arctic Atlas Bronze Cobalt Comet Copper Coral Cosmic Crimson Delta Diamond Eastern Ember Emerald "
+    "Empire Galaxy Global Grand Imperial Indigo Iron Jade Jupiter Liberty Lunar Magnet Mercury Meteor Neptune Nickel "
+    "Northern Onyx Orbit Pacific Phoenix Pioneer Polar Regal Royal Ruby Sapphire Saturn Scarlet Solar Southern Steel "
+    "Titan Western".split(),
+    "Anvil Arrow Basket Bell Bicycle Blanket Boot Bottle Button Candle Canvas Carpet Chair Clock Compass Cradle Cup "
+    "Drum Engine Feather Fiddle Flute Glass Glove Hammer Hat Kettle Ladder Lamp Lantern Loom Mirror Needle Oven Paper "
+    "Pencil Piano Pillow Plough Pottery Razor Ribbon Saddle Soap Spoon Tea Thread Tractor Umbrella Wheel".split())
 PEOPLE = (FIRST, LAST)
-COUNTRIES = ("Norland Sudmark Ostria Westmere Galdia Brevonia Kastel Lumeria Morvia Pellas Quorin Rhodavia Sarnia Tavora Ulmania "
-             "Vostok Yelland Zamora Arvania Delmark").split()
+COUNTRIES = ("Norland Sudmark Ostria Westmere Galdia Brevonia Kastel Lumeria Morvia Pellas Quorin Rhodavia Sarnia "
+             "Tavora Ulmania Vostok Yelland Zamora Arvania Delmark").split()
 
 # a fact: (kind of subject, relation) -> the sentence that states it
 SENTENCES = {
@@ -82,18 +88,21 @@ SHARES = (0.2, 0.2, 0.24, 0.24, 0.12)  # few questions with a country: twenty an
 @dataclass
 class World:
     passages: list      # of {"id", "title", "text"}
-    train: list         # of {"id", "question", "golden_answers", "metadata"}; metadata.chain: the subject, then the answer of each hop
+    train: list         # of {"id", "question", "golden_answers", "metadata"};
+                        # metadata.chain: the subject, then the answer of each hop
     heldout: list
     facts: dict         # (subject, relation) -> object
     kinds: dict         # subject -> "person", "town" or "company"
 
 
-def build_world(seed=0, people=2000, towns=700, companies=700, heldout_share=0.2, train_questions=4000, heldout_questions=300):
-    """A world as a function of the seed. Held-out people live in held-out towns and work for held-out companies, so that no fact,
-    and above all no second-hop fact, is shared between the two kinds of questions."""
+def build_world(seed=0, people=2000, towns=700, companies=700, heldout_share=0.2, train_questions=4000,
+                heldout_questions=300):
+    """A world as a function of the seed. Held-out people live in held-out towns and work for held-out companies, so
+    that no fact, and above all no second-hop fact, is shared between the two kinds of questions."""
     rng = random.Random(seed)
     names, kinds, facts = {}, {}, {}
-    for kind, (first, second), count in (("person", PEOPLE, people), ("town", TOWNS, towns), ("company", COMPANIES, companies)):
+    for kind, (first, second), count in (("person", PEOPLE, people), ("town", TOWNS, towns),
+                                         ("company", COMPANIES, companies)):
         drawn = rng.sample([f"{a} {b}" for a in first for b in second], count)
         cut = int(count * heldout_share)
         names["heldout", kind], names["train", kind] = drawn[:cut], drawn[cut:]
@@ -119,8 +128,9 @@ def build_world(seed=0, people=2000, towns=700, companies=700, heldout_share=0.2
             chain = [subject]
             for relation in path:
                 chain.append(facts[chain[-1], relation])
-            asked[path, subject] = {"id": f"{split}-{len(asked)}", "question": QUESTIONS[path].format(s=subject), "golden_answers": [chain[-1]],
-                                    "metadata": {"hops": len(path), "path": path, "chain": chain}}
+            asked[path, subject] = {
+                "id": f"{split}-{len(asked)}", "question": QUESTIONS[path].format(s=subject),
+                "golden_answers": [chain[-1]], "metadata": {"hops": len(path), "path": path, "chain": chain}}
         questions[split] = list(asked.values())
     return World(passages, questions["train"], questions["heldout"], facts, kinds)
 
@@ -130,14 +140,16 @@ def build_world(seed=0, people=2000, towns=700, companies=700, heldout_share=0.2
 
 TAGS = ["<think>", "</think>", "<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>"]
 THOUGHTS = {
-    "guess": "I know this .", "look": "First I look up the person .", "hasty": "Let me try .", "nothing": "Nothing about that .",
-    "check": "I check once more .",
+    "guess": "I know this .", "look": "First I look up the person .", "hasty": "Let me try .",
+    "nothing": "Nothing about that .", "check": "I check once more .",
 }
 
 
 def build_tokenizer():
-    """Word-level: every word and punctuation mark of the world is a token, tags are ordinary tokens, anything else is <unk>."""
-    text = " ".join([*SENTENCES.values(), *QUESTIONS.values(), *THOUGHTS.values(), TINY.retry, *map(" ".join, (*PEOPLE, *TOWNS, *COMPANIES)), *COUNTRIES])
+    """Word-level: every word and punctuation mark of the world is a token, tags are ordinary tokens, anything else is
+    <unk>."""
+    text = " ".join([*SENTENCES.values(), *QUESTIONS.values(), *THOUGHTS.values(), TINY.retry,
+                     *map(" ".join, (*PEOPLE, *TOWNS, *COMPANIES)), *COUNTRIES])
     pieces = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation("isolated")])
     words = sorted({word for word, _ in pieces.pre_tokenize_str(text.replace("{s}", "").replace("{o}", ""))})
     vocabulary = ["<pad>", "<eos>", "<unk>", *TAGS, *words]
@@ -150,25 +162,28 @@ def build_tokenizer():
 def build_policy(tokenizer, seed, **changes):
     """A Qwen2 of about a million random parameters, random in a way that makes copying quick to learn.
 
-    A two-minute warm start cannot afford to discover from scratch how to attend to "the word after the last time this word occurred".
-    So keys start out correlated with queries and outputs with values (mimetic initialisation, Trockman and Kolter 2023,
-    arXiv 2305.09828), and the biases of one head of the first layer start out as attention to the previous token.
+    A two-minute warm start cannot afford to discover from scratch how to attend to "the word after the last time this
+    word occurred". So keys start out correlated with queries and outputs with values (mimetic initialisation, Trockman
+    and Kolter 2023, arXiv 2305.09828), and the biases of one head of the first layer start out as attention to the
+    previous token.
     """
     torch.manual_seed(seed)
-    settings = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, intermediate_size=448,
-                  tie_word_embeddings=True, max_position_embeddings=512, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
-                  initializer_range=0.05, vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-                  pad_token_id=tokenizer.pad_token_id)
+    settings = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+                    intermediate_size=448, tie_word_embeddings=True, max_position_embeddings=512,
+                    rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}, initializer_range=0.05,
+                    vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+                    pad_token_id=tokenizer.pad_token_id)
     model = Qwen2ForCausalLM(Qwen2Config(**{**settings, **changes})).float()
     with torch.no_grad():
         for layer in model.model.layers:
             attention = layer.self_attn
             attention.k_proj.weight.copy_(attention.q_proj.weight)
-            attention.o_proj.weight.copy_(0.6 * attention.v_proj.weight.T / (attention.v_proj.weight.std() * len(attention.v_proj.weight) ** 0.5))
+            attention.o_proj.weight.copy_(0.6 * attention.v_proj.weight.T
+                                          / (attention.v_proj.weight.std() * len(attention.v_proj.weight) ** 0.5))
         head_dim = model.config.hidden_size // model.config.num_attention_heads
-        frequencies = 10000.0 ** (-torch.arange(4) * 2 / head_dim)                      # the four fastest of RoPE
+        frequencies = 10000.0 ** (-torch.arange(4) * 2 / head_dim)                  # the four fastest of RoPE
         first = model.model.layers[0].self_attn
-        first.q_proj.bias[:4] = 5.0                                                     # q.k = 25 sum cos(f (distance - 1))
+        first.q_proj.bias[:4] = 5.0                                                 # q.k = 25 sum cos(f (distance - 1))
         first.k_proj.bias[:4] = 5.0 * frequencies.cos()
         first.k_proj.bias[head_dim // 2 : head_dim // 2 + 4] = 5.0 * frequencies.sin()
     return model
@@ -181,11 +196,13 @@ NOISE = {"guess": 0.12, "hasty": 0.3, "stop": 0.55, "check": 0.2}  # chance of e
 
 
 def demonstrate(world, question, retriever, rng, noise):
-    """The turns of one demonstration: look up each subject in turn, state the fact read, search on or answer; with mistakes."""
+    """The turns of one demonstration: look up each subject in turn, state the fact read, search on or answer; with
+    mistakes."""
     path, chain, turns = question["metadata"]["path"], question["metadata"]["chain"], []
 
     def take(thought, query=None, answer=None):
-        turns.append(f"<think> {thought} </think> " + (f"<search> {query} </search>" if query else f"<answer> {answer} </answer>"))
+        turns.append(f"<think> {thought} </think> "
+                     + (f"<search> {query} </search>" if query else f"<answer> {answer} </answer>"))
 
     def happens(mistake):
         return rng.random() < noise.get(mistake, 0)
@@ -213,7 +230,8 @@ def demonstrate(world, question, retriever, rng, noise):
 
 
 def demonstrations(world, questions, retriever, seed, count, noise=NOISE):
-    """`count` demonstrations on questions drawn with replacement: -> list of {"id", "question", "golden_answers", "turns"}."""
+    """`count` demonstrations on questions drawn with replacement: -> list of {"id", "question", "golden_answers",
+    "turns"}."""
     rng = random.Random(seed)
     drawn = rng.choices(questions, k=count)
     return [{"id": f"demo-{i}", "question": q["question"], "golden_answers": q["golden_answers"],
@@ -241,31 +259,38 @@ def similar_lengths_together(trajectories, rng):
 
 
 def prepare(cache="", seed=0, log=print):
-    """-> folder with the world of this seed and its warm-started policy, made once: corpus.jsonl, train.jsonl, heldout.jsonl,
-    demos.jsonl, protocol.json, model and tokenizer. The cache key holds the sources it depends on, so an edit makes a new one.
+    """-> folder with the world of this seed and its warm-started policy, made once: corpus.jsonl, train.jsonl,
+    heldout.jsonl, demos.jsonl, protocol.json, model and tokenizer. The cache key holds the sources it depends on, so an
+    edit makes a new one.
 
-    The warm start is one pass: first right demonstrations with one passage a search (a short course in reading and copying), then
-    noisy ones with the protocol's three.
+    The warm start is one pass: first right demonstrations with one passage a search (a short course in reading and
+    copying), then noisy ones with the protocol's three.
     """
-    root = pathlib.Path(cache or pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stratgrpo")
+    root = pathlib.Path(cache or pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+                        / "stratgrpo")
     here = pathlib.Path(__file__).parent
     source = b"".join((here / name).read_bytes() for name in ("world.py", "policy.py", "rollout.py"))
     folder = root / f"world-{seed}-{hashlib.sha256(source).hexdigest()[:12]}"
     if folder.is_dir():
         return folder
     root.mkdir(parents=True, exist_ok=True)
-    aside = pathlib.Path(tempfile.mkdtemp(prefix="world-", dir=root))  # built aside and renamed: a half-made world is never used
+    # built aside and renamed: a half-made world is never used
+    aside = pathlib.Path(tempfile.mkdtemp(prefix="world-", dir=root))
     try:
         world, tokenizer = build_world(seed), build_tokenizer()
         for name, rows in (("corpus", world.passages), ("train", world.train), ("heldout", world.heldout)):
             write_lines(aside / f"{name}.jsonl", rows)
-        tokenizer.save_pretrained(aside), save_protocol(TINY, aside)
-        log(f"embedded world {seed}: {len(world.passages)} passages, {len(world.train)} training questions; warm start, once")
+        tokenizer.save_pretrained(aside)
+        save_protocol(TINY, aside)
+        log(f"embedded world {seed}: {len(world.passages)} passages, {len(world.train)} training questions; "
+            "warm start, once")
         retriever = open_retriever(str(aside / "corpus.jsonl"), cache_dir=aside / "index")
         course = []
-        for count, noise, protocol in ((SHORT_COURSE, {}, dataclasses.replace(TINY, passages=1)), (FULL_COURSE, NOISE, TINY)):
+        for count, noise, protocol in ((SHORT_COURSE, {}, dataclasses.replace(TINY, passages=1)),
+                                       (FULL_COURSE, NOISE, TINY)):
             write_lines(aside / "demos.jsonl", demonstrations(world, world.train, retriever, seed, count, noise))
-            course += similar_lengths_together(load_demonstrations(aside / "demos.jsonl", tokenizer, retriever, protocol), random.Random(seed))
+            course += similar_lengths_together(
+                load_demonstrations(aside / "demos.jsonl", tokenizer, retriever, protocol), random.Random(seed))
         policy = build_policy(tokenizer, seed)
         warm_start(policy, course, len(course) // BATCH, BATCH, LEARNING_RATE, 1600, seed=None, log_every=100, log=log)
         policy.save_pretrained(aside)

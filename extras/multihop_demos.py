@@ -3,10 +3,11 @@ multihop_demos.py — demonstrations for a warm start, written from the look-ups
 
     python -m extras.multihop_demos multihop_train.jsonl demos.jsonl --max-searches 2
 
-Input: questions whose metadata.decomposition lists one {"query", "answer"} per hop, as 2WikiMultiHopQA and MuSiQue provide them.
-Output: jsonl {id, question, golden_answers, turns} for `python train.py --demos`. Six in ten questions are answered by their
-look-ups in order, a quarter by one search with the question itself, the rest without a search, so that the policy starts with a
-mix of search counts. Questions with more hops than --max-searches are left to the other two kinds. Deterministic in --seed.
+Input: questions whose metadata.decomposition lists one {"query", "answer"} per hop, as 2WikiMultiHopQA and MuSiQue
+provide them. Output: jsonl {id, question, golden_answers, turns} for `python train.py --demos`. Six in ten questions
+are answered by their look-ups in order, a quarter by one search with the question itself, the rest without a search,
+so that the policy starts with a mix of search counts. Questions with more hops than --max-searches are left to the
+other two kinds. Deterministic in --seed.
 """
 import argparse
 import json
@@ -22,7 +23,8 @@ def demonstrate(question, max_searches, generator):
         return [f"<think> I know this. </think> <answer> {answer} </answer>"]
     if draw < 0.4 or not 0 < len(hops) <= max_searches:
         query = " ".join(question.question.rstrip("? ").split()[:30])
-        return [f"<think> I search for the question. </think> <search> {query} </search>", f"<answer> {answer} </answer>"]
+        return [f"<think> I search for the question. </think> <search> {query} </search>",
+                f"<answer> {answer} </answer>"]
     turns, thought = [], ""
     for hop in hops:
         turns.append(f"<think>{thought} I need: {hop['query']}. </think> <search> {hop['query']} </search>")
@@ -42,7 +44,8 @@ def main():
     with open(args.out, "w", encoding="utf-8") as file:
         for question in questions:
             row = {"id": question.id, "question": question.question, "golden_answers": question.golden_answers}
-            file.write(json.dumps({**row, "turns": demonstrate(question, args.max_searches, generator)}, ensure_ascii=False) + "\n")
+            file.write(json.dumps({**row, "turns": demonstrate(question, args.max_searches, generator)},
+                                  ensure_ascii=False) + "\n")
     print(f"{len(questions)} demonstrations -> {args.out}")
 
 

@@ -1,4 +1,5 @@
-"""Shared by the tests: a tiny byte-level tokenizer whose merges straddle tags, tiny random models, a retriever without Java."""
+"""Shared by the tests: a tiny byte-level tokenizer whose merges straddle tags, tiny random models, a retriever without
+Java."""
 import os
 import pathlib
 import sys
@@ -20,16 +21,18 @@ def make_tokenizer(pad_is_eos=False):
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     text = ["x</search>\n", "y</answer>.\n", " <search> <answer>"] * 50
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>", "<pad>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>", "<pad>"],
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     backend.train_from_iterator(text, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>" if pad_is_eos else "<pad>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>",
+                                   pad_token="<eos>" if pad_is_eos else "<pad>")
 
 
 def make_model(tokenizer, seed=0, **changes):
     torch.manual_seed(seed)
-    settings = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                    num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-                    initializer_range=0.3)
+    settings = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None,
+                    eos_token_id=tokenizer.eos_token_id, initializer_range=0.3)
     return Qwen2ForCausalLM(Qwen2Config(**{**settings, **changes})).float()
 
 
@@ -41,7 +44,8 @@ class FakeRetriever:
 
     def search(self, queries, k):
         self.batches.append(list(queries))
-        return [[Passage(str(i), self.title, self.text.format(query=query), 1.0) for i in range(k)] for query in queries]
+        return [[Passage(str(i), self.title, self.text.format(query=query), 1.0) for i in range(k)]
+                for query in queries]
 
 
 @pytest.fixture(scope="session")

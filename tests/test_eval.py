@@ -1,4 +1,5 @@
-"""eval.py: every question once, greedy, under the protocol that the model folder was trained with; the table and --out."""
+"""eval.py: every question once, greedy, under the protocol that the model folder was trained with; the table and
+--out."""
 import json
 import pathlib
 import shutil
@@ -13,7 +14,8 @@ from policy import load_policy
 from retriever import RetrieverError
 from rollout import SEARCH_R1, Protocol, Search, Trajectory, rollout, save_protocol
 
-PROTOCOL = Protocol(prompt="Q: {question}\n", retry="again\n", max_searches=1, max_turn_tokens=20, max_observation_tokens=60, passages=2)
+PROTOCOL = Protocol(prompt="Q: {question}\n", retry="again\n", max_searches=1, max_turn_tokens=20,
+                    max_observation_tokens=60, passages=2)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,8 @@ def toy(tmp_path_factory):
     tokenizer.save_pretrained(folder / "model")
     save_protocol(PROTOCOL, folder / "model")
     for name, count in (("first", 7), ("second", 3)):
-        rows = [{"id": f"{name}{i}", "question": f"number {i}?", "golden_answers": ["golden"], "extra": 1} for i in range(count)]
+        rows = [{"id": f"{name}{i}", "question": f"number {i}?", "golden_answers": ["golden"], "extra": 1}
+                for i in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -39,7 +42,8 @@ def run(toy, tmp_path, monkeypatch):
 
     def command(*flags, questions="first"):
         names = ",".join(f"{toy}/{name}.jsonl" for name in questions.split(","))
-        evaluation.main(["--model", f"{toy}/model", "--questions", names, "--corpus", "c.jsonl", "--max-context", "200", *map(str, flags)])
+        evaluation.main(["--model", f"{toy}/model", "--questions", names, "--corpus", "c.jsonl",
+                         "--max-context", "200", *map(str, flags)])
 
     command.retriever = retriever
     return command
@@ -62,12 +66,14 @@ def test_every_question_once_and_the_files_of_out(run, toy, capsys):
         *(("first", f"first{i}") for i in range(7)), *(("second", f"second{i}") for i in range(3))]
     assert all(row["prompt"] == f"Q: {row['question']}\n" and row["golden_answers"] == ["golden"] for row in rows)
     saved = json.loads(pathlib.Path("out/eval.json").read_text())
-    assert saved["protocol"]["max_searches"] == 1 and saved["settings"]["slots"] == 1 and saved["torch"] == torch.__version__
+    assert (saved["protocol"]["max_searches"] == 1 and saved["settings"]["slots"] == 1
+            and saved["torch"] == torch.__version__)
     assert list(saved["results"]) == [f"{toy}/first.jsonl", f"{toy}/second.jsonl"]
     for name, count in (("first", 7), ("second", 3)):
         result = saved["results"][f"{toy}/{name}.jsonl"]
         assert sum(row["count"] for row in result["by_searches"].values()) == count
-        assert result["searches"] == pytest.approx(sum(row["n_searches"] for row in rows if row["questions"].endswith(f"{name}.jsonl")) / count)
+        assert result["searches"] == pytest.approx(
+            sum(row["n_searches"] for row in rows if row["questions"].endswith(f"{name}.jsonl")) / count)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["questions", "n", "EM"]
     assert [line.split()[:2] for line in lines if not line.startswith(" ")][1:] == [["first", "7"], ["second", "3"]]
@@ -78,12 +84,14 @@ def test_it_is_the_greedy_rollout_under_the_folder_s_protocol(run, toy):
     model, tokenizer = load_policy(toy / "model")
     questions = [Question(f"first{i}", f"number {i}?", ["golden"]) for i in range(7)]
     expected = rollout(model, tokenizer, questions, FakeRetriever(), PROTOCOL, 1, 0.0, 7, 200)
-    assert [row["response_ids"] for row in read_lines(pathlib.Path("out/trajectories.jsonl"))] == [t.response_ids for t in expected]
+    assert [row["response_ids"] for row in read_lines(pathlib.Path("out/trajectories.jsonl"))] == [
+        t.response_ids for t in expected]
 
 
 def test_limit_takes_the_first_questions_of_each_file(run):
     run("--limit", 2, "--out", "out", questions="first,second")
-    assert [row["question_id"] for row in read_lines(pathlib.Path("out/trajectories.jsonl"))] == ["first0", "first1", "second0", "second1"]
+    assert [row["question_id"] for row in read_lines(pathlib.Path("out/trajectories.jsonl"))] == [
+        "first0", "first1", "second0", "second1"]
 
 
 def test_a_folder_without_a_protocol_is_asked_for_search_r1(run, toy, monkeypatch):
@@ -99,8 +107,8 @@ def test_a_folder_without_a_protocol_is_asked_for_search_r1(run, toy, monkeypatc
 
 def test_max_searches_overrides_the_protocol(run, monkeypatch):
     def scripted(model, tokenizer, questions, retriever, protocol, *rest):
-        return [Trajectory(q.id, i, [1], [2], [1], [0.0], searches=[Search("a", [], False)] * protocol.max_searches, finish="answer",
-                           answer="golden") for i, q in enumerate(questions)]
+        return [Trajectory(q.id, i, [1], [2], [1], [0.0], searches=[Search("a", [], False)] * protocol.max_searches,
+                           finish="answer", answer="golden") for i, q in enumerate(questions)]
 
     monkeypatch.setattr(evaluation, "rollout", scripted)
     for flags, searches in (([], 1), (["--max-searches", 0], 0), (["--max-searches", 3], 3)):
@@ -113,14 +121,16 @@ def test_max_searches_overrides_the_protocol(run, monkeypatch):
 def test_the_table(capsys):
     questions = [Question(str(i), "q?", ["right answer"]) for i in range(4)]
     answers = ["right answer", "right", "wrong", None]
-    trajectories = [Trajectory(q.id, i, [1], [2], [1], [0.0], answer=a, finish="answer") for i, (q, a) in enumerate(zip(questions, answers))]
+    trajectories = [Trajectory(q.id, i, [1], [2], [1], [0.0], answer=a, finish="answer")
+                    for i, (q, a) in enumerate(zip(questions, answers))]
     for trajectory, count in zip(trajectories, (2, 2, 0, 0)):
         trajectory.searches = [Search("q", [], False)] * count
     evaluation.print_table({"some/folder/dev.jsonl": score(questions, trajectories)})
     head, total, none, two = capsys.readouterr().out.splitlines()
     assert total.split()[:3] == ["dev", "4", "0.250"] and "[0.000, 0.750]" in total
     assert float(total.split()[-1]) == 1.0 and "0.417" in total  # F1: (1 + 2/3 + 0 + 0) / 4
-    assert none.split() == ["0", "searches", "2", "0.000", "0.000"] and two.split() == ["2", "searches", "2", "0.500", "0.833"]
+    assert (none.split() == ["0", "searches", "2", "0.000", "0.000"]
+            and two.split() == ["2", "searches", "2", "0.500", "0.833"])
     ends = [head.index(" EM") + 3, head.index(" F1") + 3]
     for line in (total, none, two):  # right-aligned under their heads
         assert all(line[end - 1].isdigit() and (len(line) == end or line[end] == " ") for end in ends)
@@ -156,8 +166,9 @@ def test_bad_input_is_one_line_and_leaves_nothing(flags, message, run):
     assert message in one_line_exit(stop) and not pathlib.Path("out").exists()
 
 
-@pytest.mark.parametrize("error, message", [(RetrieverError("server gone"), "server gone"),
-                                            (torch.OutOfMemoryError("CUDA out of memory"), "out of memory; lower --slots")])
+@pytest.mark.parametrize("error, message", [
+    (RetrieverError("server gone"), "server gone"),
+    (torch.OutOfMemoryError("CUDA out of memory"), "out of memory; lower --slots")])
 def test_what_goes_wrong_in_the_middle_is_one_line(error, message, run, monkeypatch):
     def fail(*args):
         raise error

@@ -13,11 +13,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import policy
 from data import Question
-from policy import (MasterAdamW, check_context, check_vocabulary_logits, choose_device, load_policy, micro_batches, pad_trajectories,
-                    stop_ids, token_logprobs, warm_start)
+from policy import (MasterAdamW, check_context, check_vocabulary_logits, choose_device, load_policy, micro_batches,
+                    pad_trajectories, stop_ids, token_logprobs, warm_start)
 from rollout import Protocol, Trajectory, replay, rollout
 
-PROTOCOL = Protocol(prompt="Q: {question}\n", retry="again\n", max_searches=2, max_turn_tokens=24, max_observation_tokens=60)
+PROTOCOL = Protocol(prompt="Q: {question}\n", retry="again\n", max_searches=2, max_turn_tokens=24,
+                    max_observation_tokens=60)
 QUESTIONS = [Question(str(i), "what is " + "x" * (3 * i) + "?", ["foo"]) for i in range(4)]
 
 
@@ -32,7 +33,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trajectories(model, tokenizer):
-    return rollout(model, tokenizer, QUESTIONS, FakeRetriever(), PROTOCOL, 2, max_context=250, generator=torch.Generator().manual_seed(0))
+    return rollout(model, tokenizer, QUESTIONS, FakeRetriever(), PROTOCOL, 2, max_context=250,
+                   generator=torch.Generator().manual_seed(0))
 
 
 def gradients(model):
@@ -61,7 +63,8 @@ def test_a_word_level_tokenizer_survives_a_qwen2_model(tmp_path):
     backend = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, "who": 2, "founded": 3, "it": 4}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
-    make_model(words).save_pretrained(tmp_path), words.save_pretrained(tmp_path)
+    make_model(words).save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
     assert load_policy(tmp_path)[1].encode("who founded it") == [2, 3, 4]
 
 
@@ -117,20 +120,25 @@ def test_a_context_that_the_model_cannot_hold_is_an_error(folder, model, tokeniz
     check_context(sliding, None)
     with pytest.raises(ValueError, match="--max-context 65 .* context of 64"):
         check_context(sliding, 65)
-    check_context(make_model(tokenizer, use_sliding_window=False, sliding_window=64), 512)  # a window that is switched off
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=1, n_positions=32, bos_token_id=0, eos_token_id=0))
+    # a window that is switched off
+    check_context(make_model(tokenizer, use_sliding_window=False, sliding_window=64), 512)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=1, n_positions=32, bos_token_id=0,
+                                      eos_token_id=0))
     with pytest.raises(ValueError, match="context of 32"):
         check_context(gpt2, 33)
 
 
 def test_dropout_is_off(tmp_path, tokenizer):
     torch.manual_seed(0)
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=0,
-                                      eos_token_id=0, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5))
-    gpt2.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
+    gpt2 = GPT2LMHeadModel(GPT2Config(
+        vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5))
+    gpt2.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
     loaded, _ = load_policy(tmp_path)
     ids, sampled = torch.arange(1, 21)[None], torch.arange(20)[None] >= 10
-    assert loaded.training and torch.equal(token_logprobs(loaded, ids, sampled)[0], token_logprobs(loaded, ids, sampled)[0])
+    assert loaded.training and torch.equal(token_logprobs(loaded, ids, sampled)[0],
+                                           token_logprobs(loaded, ids, sampled)[0])
     gpt2.train()  # the oracle sees the dropout that the file asks for
     assert not torch.equal(token_logprobs(gpt2, ids, sampled)[0], token_logprobs(gpt2, ids, sampled)[0])
 
@@ -190,13 +198,15 @@ def oracle_logprobs(model, trajectory, temperature):
     return places, logprobs, entropy
 
 
-@pytest.mark.parametrize("chunk", [1, 1000, 2**25])  # one position a chunk; several positions, several chunks; one chunk
+# one position a chunk; several positions, several chunks; one chunk
+@pytest.mark.parametrize("chunk", [1, 1000, 2**25])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_token_logprobs_equal_the_oracle_in_value_and_gradient(chunk, temperature, model, trajectories, monkeypatch):
     monkeypatch.setattr(policy, "CHUNK_ELEMENTS", chunk)
     trajectories = trajectories[:3]
     model.zero_grad()
-    weights = torch.randn(len(trajectories), max(map(len, trajectories)), generator=torch.Generator().manual_seed(1))  # (B, T)
+    weights = torch.randn(len(trajectories), max(map(len, trajectories)),
+                          generator=torch.Generator().manual_seed(1))  # (B, T)
     ids, sampled = pad_trajectories(trajectories, "cpu")
     logprobs, entropy = token_logprobs(model, ids, sampled, temperature)
     assert logprobs.dtype == torch.float32 and not entropy.requires_grad
@@ -221,7 +231,8 @@ def test_a_forced_token_is_context_only(model, trajectories):
     changed[0, place] = (changed[0, place] + 1) % 200
     with torch.no_grad():
         before, after = token_logprobs(model, ids, sampled)[0], token_logprobs(model, changed, sampled)[0]
-    assert torch.equal(before[0, : place + 1], after[0, : place + 1]) and not torch.equal(before[0, place + 1 :], after[0, place + 1 :])
+    assert (torch.equal(before[0, : place + 1], after[0, : place + 1])
+            and not torch.equal(before[0, place + 1 :], after[0, place + 1 :]))
 
 
 def test_gradient_checkpointing_gives_the_same_gradient_and_the_same_rollouts(tokenizer, trajectories):
@@ -232,7 +243,8 @@ def test_gradient_checkpointing_gives_the_same_gradient_and_the_same_rollouts(to
     model.activation_checkpointing_enable()
     token_logprobs(model, ids, sampled)[0].sum().backward()
     assert relative_difference(gradients(model), expected) < 1e-5
-    again = rollout(model, tokenizer, QUESTIONS, FakeRetriever(), PROTOCOL, 2, max_context=250, generator=torch.Generator().manual_seed(0))
+    again = rollout(model, tokenizer, QUESTIONS, FakeRetriever(), PROTOCOL, 2, max_context=250,
+                    generator=torch.Generator().manual_seed(0))
     assert [t.response_ids for t in again] == [t.response_ids for t in trajectories]  # its cache is not switched off
 
 
@@ -282,7 +294,8 @@ def run_optimizer(dtype, steps, learning_rate, seed=0):
     for _ in range(steps):
         for _ in range(2):  # two micro-batches
             for parameter in model.parameters():
-                gradient = torch.randn(parameter.shape, generator=generator).bfloat16().to(dtype) * 2**-6  # exact in both types
+                # exact in both types
+                gradient = torch.randn(parameter.shape, generator=generator).bfloat16().to(dtype) * 2**-6
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
             optimizer.accumulate()
         optimizer.step(learning_rate, 1.0)
@@ -372,11 +385,13 @@ def test_warm_start_lowers_the_loss(tokenizer, demonstrations):
     assert after < losses[0] / 4
     fresh = make_model(tokenizer)  # the loss is nats per sampled token, before the step
     with torch.no_grad():
-        assert losses[0] == pytest.approx((-token_logprobs(fresh, ids, sampled)[0].sum() / sampled.sum()).item(), rel=1e-4)
+        assert losses[0] == pytest.approx(
+            (-token_logprobs(fresh, ids, sampled)[0].sum() / sampled.sum()).item(), rel=1e-4)
 
 
 def test_warm_start_does_not_depend_on_the_micro_batches(tokenizer, demonstrations):
-    losses = [warm_start(make_model(tokenizer), demonstrations, 4, 3, 1e-3, budget, 0, log=lambda line: None) for budget in (1, 10**6)]
+    losses = [warm_start(make_model(tokenizer), demonstrations, 4, 3, 1e-3, budget, 0, log=lambda line: None)
+              for budget in (1, 10**6)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -395,12 +410,14 @@ def test_warm_start_trains_sampled_tokens_only(tokenizer, demonstrations, monkey
 def test_warm_start_sees_every_demonstration_once_per_epoch(tokenizer, demonstrations, monkeypatch):
     seen = []
     pad = policy.pad_trajectories
-    monkeypatch.setattr(policy, "pad_trajectories", lambda part, device: (seen.extend(map(id, part)), pad(part, device))[1])
+    monkeypatch.setattr(policy, "pad_trajectories",
+                        lambda part, device: (seen.extend(map(id, part)), pad(part, device))[1])
     warm_start(make_model(tokenizer), demonstrations, 4, 2, 1e-3, 10**6, 0, log=lambda line: None)
     first, second = seen[:4], seen[4:]
     assert sorted(first) == sorted(second) == sorted(map(id, demonstrations)) and first != second
     seen.clear()
-    warm_start(make_model(tokenizer), demonstrations, 3, 2, 1e-3, 1, None, log=lambda line: None)  # None: a curriculum, in the order given
+    # None: a curriculum, in the order given
+    warm_start(make_model(tokenizer), demonstrations, 3, 2, 1e-3, 1, None, log=lambda line: None)
     batches = [set(seen[i : i + 2]) for i in (0, 2, 4)]
     expected = [set(map(id, demonstrations[i : i + 2])) for i in (0, 2)]
     assert batches == [*expected, expected[0]]

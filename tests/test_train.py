@@ -1,4 +1,5 @@
-"""train.py: flags, questions of a step, advantages, the update against an oracle, and whole runs on a toy folder, interrupted or not."""
+"""train.py: flags, questions of a step, advantages, the update against an oracle, and whole runs on a toy folder,
+interrupted or not."""
 import copy
 import dataclasses
 import errno
@@ -38,20 +39,24 @@ def write_lines(path, *rows):
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
-    """A folder with everything a run needs; the model answers golden or wrong, with or without a search, so rewards differ."""
+    """A folder with everything a run needs; the model answers golden or wrong, with or without a search, so rewards
+    differ."""
     folder = tmp_path_factory.mktemp("toy")
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     turns = [[f"<search> {i} </search>"] * searches + [f"<answer> {answer} </answer>"]
              for i in range(6) for searches in (0, 1) for answer in ("golden", "wrong")]
-    demonstrations = replay(turns, [question for question in QUESTIONS for _ in range(4)], tokenizer, FakeRetriever(), PROTOCOL, 200)
+    demonstrations = replay(turns, [question for question in QUESTIONS for _ in range(4)], tokenizer, FakeRetriever(),
+                            PROTOCOL, 200)
     warm_start(model, demonstrations, 80, 12, 1e-2, 10**6, 0, log=lambda line: None)
-    model.save_pretrained(folder / "model"), tokenizer.save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
     rows = [dataclasses.asdict(question) for question in QUESTIONS]
     write_lines(folder / "train.jsonl", *rows)
     write_lines(folder / "heldout.jsonl", *rows[:3])
     write_lines(folder / "demos.jsonl", *({**row, "turns": turns[0]} for row in rows))
-    write_lines(folder / "corpus.jsonl", *({"id": str(i), "title": f"T{i}", "text": f"number {i} is golden"} for i in range(20)))
+    write_lines(folder / "corpus.jsonl", *({"id": str(i), "title": f"T{i}", "text": f"number {i} is golden"}
+                                           for i in range(20)))
     (folder / "prompt.txt").write_text(PROMPT)
     return folder
 
@@ -62,10 +67,11 @@ def make_command(toy, folder, patch):
 
     def command(*flags, name="run"):
         train.main([
-            "--name", name, "--model", f"{toy}/model", "--questions", f"{toy}/train.jsonl", "--eval-questions", f"{toy}/heldout.jsonl",
-            "--corpus", f"{toy}/corpus.jsonl", "--prompt-file", f"{toy}/prompt.txt", "--questions-per-step", "2",
-            "--rollouts-per-question", "4", "--max-turn-tokens", "24", "--max-observation-tokens", "45", "--max-context", "160",
-            "--max-searches", "2", "--mini-batch", "4", "--learning-rate", "2e-4", "--warmup-steps", "1", "--dump-every", "2",
+            "--name", name, "--model", f"{toy}/model", "--questions", f"{toy}/train.jsonl",
+            "--eval-questions", f"{toy}/heldout.jsonl", "--corpus", f"{toy}/corpus.jsonl",
+            "--prompt-file", f"{toy}/prompt.txt", "--questions-per-step", "2", "--rollouts-per-question", "4",
+            "--max-turn-tokens", "24", "--max-observation-tokens", "45", "--max-context", "160", "--max-searches", "2",
+            "--mini-batch", "4", "--learning-rate", "2e-4", "--warmup-steps", "1", "--dump-every", "2",
             *map(str, flags)])
         return folder / "runs" / name
 
@@ -75,7 +81,8 @@ def make_command(toy, folder, patch):
 
 @pytest.fixture
 def run(toy, tmp_path, monkeypatch):
-    """run("--steps", 4) = python train.py on the toy folder, in tmp_path, searching a FakeRetriever; -> the run folder."""
+    """run("--steps", 4) = python train.py on the toy folder, in tmp_path, searching a FakeRetriever; -> the run
+    folder."""
     return make_command(toy, tmp_path, monkeypatch)
 
 
@@ -91,7 +98,8 @@ def read_lines(path):
 
 
 def metrics(folder):
-    return [{key: value for key, value in row.items() if key not in SECONDS} for row in read_lines(folder / "metrics.jsonl")]
+    return [{key: value for key, value in row.items() if key not in SECONDS}
+            for row in read_lines(folder / "metrics.jsonl")]
 
 
 def assert_same_run(a, b):
@@ -117,8 +125,10 @@ def weights(folder):
 def test_presets_and_flags(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config, folder, resumed = parse_config([])
-    assert config == Config() and not resumed and folder == pathlib.Path("runs/tiny-stratified-seed0") and not folder.exists()
-    config, folder, _ = parse_config(["--preset", "search-r1", "--alpha", "0.3", "--no-gradient-checkpointing", "--advantage", "san"])
+    assert (config == Config() and not resumed and folder == pathlib.Path("runs/tiny-stratified-seed0")
+            and not folder.exists())
+    config, folder, _ = parse_config(
+        ["--preset", "search-r1", "--alpha", "0.3", "--no-gradient-checkpointing", "--advantage", "san"])
     assert config.model == "Qwen/Qwen2.5-3B" and config.questions_per_step == 512 and config.rollouts_per_question == 5
     assert config.alpha == 0.3 and config.gradient_checkpointing is False and folder.name == "search-r1-san-seed0"
     for preset in train.PRESETS.values():  # every key of a preset is a flag, and the preset passes the checks
@@ -129,10 +139,12 @@ def test_every_flag_has_a_help_text(capsys):
     with pytest.raises(SystemExit) as stop:
         parse_config(["--help"])
     text = capsys.readouterr().out
-    assert stop.value.code == 0 and all("--" + f.name.replace("_", "-") in text and f.metadata["help"] for f in dataclasses.fields(Config))
+    assert stop.value.code == 0 and all("--" + f.name.replace("_", "-") in text and f.metadata["help"]
+                                        for f in dataclasses.fields(Config))
 
 
-@pytest.mark.parametrize("arguments", [["--nonsense", "1"], ["--learning", "1"], ["--steps", "x"], ["--advantage", "ppo"], ["extra"]])
+@pytest.mark.parametrize("arguments", [
+    ["--nonsense", "1"], ["--learning", "1"], ["--steps", "x"], ["--advantage", "ppo"], ["extra"]])
 def test_unknown_flags_abbreviations_and_values_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         parse_config(arguments)
@@ -140,18 +152,22 @@ def test_unknown_flags_abbreviations_and_values_are_refused(arguments, capsys):
 
 
 BAD_FLAGS = [
-    ("--rollouts-per-question 1", "at least 2"), ("--alpha 1.1", r"\[0, 1\]"), ("--alpha -0.1", r"\[0, 1\]"), ("--alpha nan", r"\[0, 1\]"),
-    ("--temperature 0", "above 0"), ("--questions-per-step 0", "at least 1"), ("--slots 0", "at least 1"), ("--mini-batch 0", "at least 1"),
-    ("--micro-batch-tokens 0", "at least 1"), ("--epochs 0", "at least 1"), ("--max-context 0", "at least 1"),
-    ("--sft-batch 0", "at least 1"), ("--dump-every 0", "at least 1"), ("--steps -1", "negative"), ("--sft-steps -1", "negative"),
-    ("--warmup-steps -1", "negative"), ("--eval-every -1", "negative"), ("--eval-limit -1", "negative"), ("--save-every -1", "negative"),
-    ("--threads -1", "negative"), ("--kl -0.1", "negative"), ("--weight-decay -1", "negative"), ("--learning-rate 0", "above 0"),
-    ("--learning-rate nan", "above 0"), ("--sft-learning-rate 0", "above 0"), ("--max-grad-norm 0", "above 0"),
-    ("--clip-low 1.5", r"\[0, 1\]"), ("--clip-low -0.1", "negative"), ("--clip-high -0.1", "negative"), ("--max-searches -2", "at least 0, or -1"),
-    ("--passages 0", "at least 1, or -1"), ("--max-turn-tokens 0", "at least 1, or -1"), ("--max-observation-tokens 0", "at least 1, or -1"),
-    ("--questions F", "needs --model"), ("--corpus F", "needs --model"), ("--eval-questions F", "needs --model"), ("--demos F", "needs --model"),
+    ("--rollouts-per-question 1", "at least 2"), ("--alpha 1.1", r"\[0, 1\]"), ("--alpha -0.1", r"\[0, 1\]"),
+    ("--alpha nan", r"\[0, 1\]"), ("--temperature 0", "above 0"), ("--questions-per-step 0", "at least 1"),
+    ("--slots 0", "at least 1"), ("--mini-batch 0", "at least 1"), ("--micro-batch-tokens 0", "at least 1"),
+    ("--epochs 0", "at least 1"), ("--max-context 0", "at least 1"), ("--sft-batch 0", "at least 1"),
+    ("--dump-every 0", "at least 1"), ("--steps -1", "negative"), ("--sft-steps -1", "negative"),
+    ("--warmup-steps -1", "negative"), ("--eval-every -1", "negative"), ("--eval-limit -1", "negative"),
+    ("--save-every -1", "negative"), ("--threads -1", "negative"), ("--kl -0.1", "negative"),
+    ("--weight-decay -1", "negative"), ("--learning-rate 0", "above 0"), ("--learning-rate nan", "above 0"),
+    ("--sft-learning-rate 0", "above 0"), ("--max-grad-norm 0", "above 0"), ("--clip-low 1.5", r"\[0, 1\]"),
+    ("--clip-low -0.1", "negative"), ("--clip-high -0.1", "negative"), ("--max-searches -2", "at least 0, or -1"),
+    ("--passages 0", "at least 1, or -1"), ("--max-turn-tokens 0", "at least 1, or -1"),
+    ("--max-observation-tokens 0", "at least 1, or -1"), ("--questions F", "needs --model"),
+    ("--corpus F", "needs --model"), ("--eval-questions F", "needs --model"), ("--demos F", "needs --model"),
     ("--sft-steps 3", "needs --demos"), ("--demos F --model M --questions F --corpus F", "needs --sft-steps"),
-    ("--questions ''  --model M --corpus F", "needed with --model"), ("--corpus '' --model M --questions F", "needed with --model"),
+    ("--questions ''  --model M --corpus F", "needed with --model"),
+    ("--corpus '' --model M --questions F", "needed with --model"),
 ]
 
 
@@ -179,10 +195,13 @@ def test_what_resuming_may_change(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="nothing to go on with"):
         parse_config(["--resume", "runs/r"])
     (folder / "config.json").write_text(json.dumps({**dataclasses.asdict(Config()), "seed": 7, "steps": 3}))
-    config, resumed_folder, resumed = parse_config(["--resume", "runs/r", "--steps", "9", "--slots", "4", "--seed", "7"])
-    assert (config.seed, config.steps, config.slots, resumed) == (7, 9, 4, True) and resumed_folder == pathlib.Path("runs/r")
+    config, resumed_folder, resumed = parse_config(
+        ["--resume", "runs/r", "--steps", "9", "--slots", "4", "--seed", "7"])
+    assert ((config.seed, config.steps, config.slots, resumed) == (7, 9, 4, True)
+            and resumed_folder == pathlib.Path("runs/r"))
     # what changes the mathematics is kept; what only changes how the machine is used may change
-    assert not {"seed", "learning_rate", "mini_batch", "questions_per_step", "alpha", "advantage", "kl", "model"} & set(CHANGEABLE)
+    assert not {"seed", "learning_rate", "mini_batch", "questions_per_step", "alpha", "advantage", "kl",
+                "model"} & set(CHANGEABLE)
     for change in (["--seed", "8"], ["--learning-rate", "1"], ["--advantage", "grpo"], ["--gradient-checkpointing"]):
         with pytest.raises(ValueError, match=f"{change[0]} cannot change"):
             parse_config(["--resume", "runs/r", *change])
@@ -210,7 +229,8 @@ def test_questions_of_step_are_one_permutation_after_another(count, per_step, se
 
 def test_epochs_and_seeds_differ():
     questions = list(range(50))
-    orders = [questions_of_step(questions, Config(questions_per_step=50, seed=seed), step) for seed in (0, 1) for step in (0, 1)]
+    orders = [questions_of_step(questions, Config(questions_per_step=50, seed=seed), step)
+              for seed in (0, 1) for step in (0, 1)]
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
 
 
@@ -245,8 +265,10 @@ def test_compute_advantages_is_stratgrpo_with_groups_and_search_counts():
     rewards = torch.rand(40, generator=generator, dtype=torch.float64)
     trajectories = [one(g, r, s) for g, r, s in zip(groups.tolist(), rewards.tolist(), searches.tolist())]
     assert torch.equal(compute_advantages(trajectories, Config(advantage="grpo"))[0], group_advantages(rewards, groups))
-    assert torch.equal(compute_advantages(trajectories, Config(advantage="san"))[0], stratified_advantages(rewards, groups, searches))
-    assert torch.equal(compute_advantages(trajectories, Config(alpha=0.6))[0], blended_advantages(rewards, groups, searches, 0.6))
+    assert torch.equal(compute_advantages(trajectories, Config(advantage="san"))[0],
+                       stratified_advantages(rewards, groups, searches))
+    assert torch.equal(compute_advantages(trajectories, Config(alpha=0.6))[0],
+                       blended_advantages(rewards, groups, searches, 0.6))
 
 
 # -----------------------------------------------------------------------------
@@ -275,13 +297,15 @@ def toy_model(toy):
 
 @pytest.fixture(scope="module")
 def sampled_trajectories(toy_model):
-    """8 rollouts of unequal lengths, their old log-probs shifted so that some ratios are clipped, and advantages with zeros."""
+    """8 rollouts of unequal lengths, their old log-probs shifted so that some ratios are clipped, and advantages with
+    zeros."""
     trajectories = rollout(*toy_model, QUESTIONS[:2], FakeRetriever(), PROTOCOL, 4, max_context=160,
                            generator=torch.Generator().manual_seed(3))
     shift = torch.Generator().manual_seed(4)
     for trajectory in trajectories:
         noise = 0.4 * torch.randn(len(trajectory.logprobs), generator=shift)
-        trajectory.logprobs = [x + n if s else 0.0 for x, n, s in zip(trajectory.logprobs, noise.tolist(), trajectory.sampled)]
+        trajectory.logprobs = [x + n if s else 0.0 for x, n, s in
+                               zip(trajectory.logprobs, noise.tolist(), trajectory.sampled)]
     advantages = torch.tensor([1.2, 0.0, -0.7, 0.3, 0.0, -1.5, 0.8, 0.0], dtype=torch.float64)
     return trajectories, advantages
 
@@ -300,8 +324,10 @@ def oracle_gradient(model, trajectories, advantages, loss, temperature=1.0, refe
     for trajectory, advantage in zip(trajectories, advantages.tolist()):
         ids = torch.tensor([trajectory.prompt_ids + trajectory.response_ids])
         table = torch.log_softmax(model(input_ids=ids).logits[0].double() / temperature, -1)
-        other = torch.log_softmax(reference(input_ids=ids).logits[0].detach().double() / temperature, -1) if reference else None
-        for i, (token, sampled, old) in enumerate(zip(trajectory.response_ids, trajectory.sampled, trajectory.logprobs)):
+        other = (torch.log_softmax(reference(input_ids=ids).logits[0].detach().double() / temperature, -1)
+                 if reference else None)
+        for i, (token, sampled, old) in enumerate(
+                zip(trajectory.response_ids, trajectory.sampled, trajectory.logprobs)):
             if not sampled:
                 continue
             place = len(trajectory.prompt_ids) + i - 1
@@ -336,7 +362,8 @@ def test_skipped_rollouts_change_nothing(loss, toy_model, sampled_trajectories):
     """Departure 3: with a reference nothing is skipped, so a tiny weight of the KL must give the gradient of no KL."""
     model, (trajectories, advantages) = toy_model[0], sampled_trajectories
     (skipped,), _ = gradient_of_update(model, trajectories, advantages, loss=loss)
-    (whole,), statistics = gradient_of_update(model, trajectories, advantages, reference=copy.deepcopy(model), loss=loss, kl=1e-12)
+    (whole,), statistics = gradient_of_update(model, trajectories, advantages, reference=copy.deepcopy(model),
+                                              loss=loss, kl=1e-12)
     assert relative_difference(skipped, whole) < 1e-4 and statistics["kl"] == pytest.approx(0, abs=1e-6)
 
 
@@ -347,7 +374,8 @@ def test_the_kl_term_follows_equation_9(loss, toy_model, sampled_trajectories):
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
-    (gradient,), statistics = gradient_of_update(model, trajectories, advantages, reference, loss=loss, kl=0.5, micro_batch_tokens=200)
+    (gradient,), statistics = gradient_of_update(model, trajectories, advantages, reference, loss=loss, kl=0.5,
+                                                 micro_batch_tokens=200)
     expected, _ = oracle_gradient(model, trajectories, advantages, loss, reference=reference, kl_weight=0.5)
     assert relative_difference(gradient, expected) < 1e-4 and statistics["kl"] > 0.01
     without, _ = oracle_gradient(model, trajectories, advantages, loss)
@@ -357,7 +385,8 @@ def test_the_kl_term_follows_equation_9(loss, toy_model, sampled_trajectories):
 def test_the_update_scores_at_the_sampling_temperature(toy_model, sampled_trajectories):
     model, (trajectories, advantages) = toy_model[0], sampled_trajectories
     (gradient,), _ = gradient_of_update(model, trajectories, advantages, temperature=1.5)
-    assert relative_difference(gradient, oracle_gradient(model, trajectories, advantages, "token-mean", temperature=1.5)[0]) < 1e-4
+    assert relative_difference(
+        gradient, oracle_gradient(model, trajectories, advantages, "token-mean", temperature=1.5)[0]) < 1e-4
 
 
 def test_mini_batches_epochs_and_learning_rate(toy_model, sampled_trajectories):
@@ -371,7 +400,8 @@ def test_mini_batches_epochs_and_learning_rate(toy_model, sampled_trajectories):
     rates = []
     for step in range(6):
         optimizer = Gradients(model)
-        update(model, optimizer, None, trajectories, advantages, Config(mini_batch=8, learning_rate=0.3, warmup_steps=2), step)
+        update(model, optimizer, None, trajectories, advantages,
+               Config(mini_batch=8, learning_rate=0.3, warmup_steps=2), step)
         rates += optimizer.learning_rates
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.3, 0.3, 0.3])
 
@@ -389,7 +419,8 @@ def test_weights_equal_under_micro_batching(toy_model, sampled_trajectories):
         model = copy.deepcopy(toy_model[0])
         config = Config(mini_batch=8, micro_batch_tokens=budget, learning_rate=1e-3, warmup_steps=0)
         update(model, MasterAdamW(model, 1e-3, (0.9, 0.999), 0.0), None, trajectories, advantages, config, 0)
-        after.append(torch.cat([p.detach().flatten() - q.detach().flatten() for p, q in zip(model.parameters(), toy_model[0].parameters())]))
+        after.append(torch.cat([p.detach().flatten() - q.detach().flatten()
+                                for p, q in zip(model.parameters(), toy_model[0].parameters())]))
     # the first step of Adam has the size of the learning rate wherever the gradient is not lost in rounding
     assert after[0].abs().max() == pytest.approx(1e-3, rel=0.01) and relative_difference(*after) < 0.01
 
@@ -436,8 +467,8 @@ def test_kl_pulls_the_policy_to_the_reference(toy_model, sampled_trajectories):
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
     optimizer = MasterAdamW(model, 1e-3, (0.9, 0.999), 0.0)
-    distances = [update(model, optimizer, reference, trajectories, torch.zeros(8), Config(kl=1.0, learning_rate=1e-3), step)["kl"]
-                 for step in range(10)]
+    distances = [update(model, optimizer, reference, trajectories, torch.zeros(8),
+                        Config(kl=1.0, learning_rate=1e-3), step)["kl"] for step in range(10)]
     assert distances[-1] < distances[0] / 2
 
 
@@ -447,19 +478,21 @@ def test_kl_pulls_the_policy_to_the_reference(toy_model, sampled_trajectories):
 def test_a_run_from_end_to_end(run, toy, capsys, monkeypatch):
     folder = run("--steps", 4, "--eval-every", 2)
     out = capsys.readouterr().out
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-000004", "config.json", "eval.json", "metrics.jsonl",
-                                                              "trajectories.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoint-000004", "config.json", "eval.json", "metrics.jsonl", "trajectories.jsonl"]
     saved = json.loads((folder / "config.json").read_text())
-    assert saved["steps"] == 4 and saved["model"] == f"{toy}/model" and set(saved) == {f.name for f in dataclasses.fields(Config)}
+    assert (saved["steps"] == 4 and saved["model"] == f"{toy}/model"
+            and set(saved) == {f.name for f in dataclasses.fields(Config)})
 
     rows = read_lines(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3] and sum(row["optimizer_steps"] for row in rows) >= 4
     for row in rows:
-        assert {"em", "f1", "searches", "by_searches", "strata", "var_group", "var_stratum", "dead_share", "tokens", "learning_rate",
-                "optimizer_steps", *SECONDS} <= set(row)
+        assert {"em", "f1", "searches", "by_searches", "strata", "var_group", "var_stratum", "dead_share", "tokens",
+                "learning_rate", "optimizer_steps", *SECONDS} <= set(row)
         assert row["em"] == pytest.approx(sum(s["share"] * s["reward_mean"] for s in row["strata"].values()))
         if row["optimizer_steps"]:
-            assert {"loss", "entropy", "clipfrac", "approx_kl", "ratio_min", "ratio_mean", "ratio_max", "grad_norm"} <= set(row)
+            assert {"loss", "entropy", "clipfrac", "approx_kl", "ratio_min", "ratio_mean", "ratio_max",
+                    "grad_norm"} <= set(row)
             assert row["ratio_min"] <= row["ratio_mean"] <= row["ratio_max"] and row["grad_norm"] > 0
     assert any(row["strata"].keys() >= {"0", "1"} for row in rows)  # the toy policy mixes search counts
 
@@ -470,7 +503,8 @@ def test_a_run_from_end_to_end(run, toy, capsys, monkeypatch):
         assert len(t["response_ids"]) == len(t["sampled"]) == len(t["logprobs"])
         assert t["segments"][0][0] == 1 and {s for s, _ in t["segments"]} <= {0, 1}
         assert all(a[0] != b[0] for a, b in zip(t["segments"], t["segments"][1:]))
-        assert all(("<information>" in text) == (sampled == 0) for sampled, text in t["segments"] if "again" not in text)
+        assert all(("<information>" in text) == (sampled == 0)
+                   for sampled, text in t["segments"] if "again" not in text)
         assert t["reward"] == float(t["answer"] == "golden") and len(t["searches"]) == t["n_searches"]
     by_step = [t for t in trajectories if t["step"] == 0]
     for start in (0, 4):  # the advantages written are those of the rewards written
@@ -479,7 +513,8 @@ def test_a_run_from_end_to_end(run, toy, capsys, monkeypatch):
             assert not any(t["advantage"] for t in by_step[start : start + 4])
 
     scores = json.loads((folder / "eval.json").read_text())
-    assert list(scores) == ["0", "2", "4"] and all(s["em_interval"][0] <= s["em"] <= s["em_interval"][1] for s in scores.values())
+    assert (list(scores) == ["0", "2", "4"]
+            and all(s["em_interval"][0] <= s["em"] <= s["em_interval"][1] for s in scores.values()))
     assert [line.split()[:2] for line in out.splitlines() if line.startswith(("eval ", "step "))] == [
         ["eval", "0"], ["step", "1/4"], ["step", "2/4"], ["eval", "2"], ["step", "3/4"], ["step", "4/4"], ["eval", "4"]]
 
@@ -512,7 +547,8 @@ def test_resumed_runs_with_a_reference_are_bit_equal(run):
     whole, halves = run("--steps", 2, *flags, name="whole"), run("--steps", 1, *flags, name="halves")
     run.resume("--steps", 2, name="halves")
     assert_same_run(whole, halves)
-    assert metrics(whole)[1]["kl"] > metrics(whole)[0]["kl"] > 0  # the reference is the model before training, not the resumed one
+    # the reference is the model before training, not the resumed one
+    assert metrics(whole)[1]["kl"] > metrics(whole)[0]["kl"] > 0
 
 
 def test_slots_and_micro_batches_may_change_when_resuming(run):
@@ -564,11 +600,13 @@ def test_interrupted_anywhere_and_resumed_is_the_same_run(where, call, steps_don
 
 def test_an_evaluation_that_was_cut_off_is_made_up_for(run, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(train, "rollout", on_call(3, interrupt, train.rollout))  # evaluation, two steps, the last evaluation
+        # evaluation, two steps, the last evaluation
+        patch.setattr(train, "rollout", on_call(3, interrupt, train.rollout))
         with pytest.raises(SystemExit):
             run("--steps", 2)
     folder = pathlib.Path("runs/run")
-    assert list(json.loads((folder / "eval.json").read_text())) == ["0"] and latest_checkpoint(folder).name == "checkpoint-000002"
+    assert (list(json.loads((folder / "eval.json").read_text())) == ["0"]
+            and latest_checkpoint(folder).name == "checkpoint-000002")
     run.resume()
     assert list(json.loads((folder / "eval.json").read_text())) == ["0", "2"]
 
@@ -579,7 +617,8 @@ def test_a_second_ctrl_c_does_not_break_the_checkpoint(run, monkeypatch):
     monkeypatch.setattr(checkpoint, "save_protocol", on_call(1, interrupt, checkpoint.save_protocol))
     with pytest.raises(SystemExit) as stop:
         run("--steps", 3)
-    assert stop.value.code == 130 and [path.name for path in pathlib.Path("runs/run").glob("checkpoint*")] == ["checkpoint-000001"]
+    assert (stop.value.code == 130
+            and [path.name for path in pathlib.Path("runs/run").glob("checkpoint*")] == ["checkpoint-000001"])
     load_policy("runs/run/checkpoint-000001")
 
 
@@ -620,7 +659,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint(what, run, monkeypatch):
     full = OSError(errno.ENOSPC, "No space left on device")
     target = {"model": (Qwen2ForCausalLM, "save_pretrained"), "tokenizer": (PreTrainedTokenizerFast, "save_pretrained"),
               "protocol": (checkpoint, "save_protocol"), "optimizer": (torch, "save")}[what]
-    error = RuntimeError("PytorchStreamWriter failed writing file data/2: file write failed") if what == "optimizer" else full
+    error = (RuntimeError("PytorchStreamWriter failed writing file data/2: file write failed")
+             if what == "optimizer" else full)
     original = getattr(*target)
     # the first checkpoint, at step 0, is written; the second one meets a full disk
     written = []
@@ -679,7 +719,8 @@ def test_a_full_disk_at_the_metrics(run, monkeypatch):
 def test_trim_drops_later_steps_and_torn_lines(tmp_path):
     path = tmp_path / "t.jsonl"
     trim(path, 3)  # no file, nothing to do
-    append_line(path, {"step": 0, "text": "line\u2028separator\x85 \x0c\r\n"}, {"step": 1, "strata": {"0": {}}}, {"step": 2})
+    append_line(path, {"step": 0, "text": "line\u2028separator\x85 \x0c\r\n"}, {"step": 1, "strata": {"0": {}}},
+                {"step": 2})
     kept = path.read_bytes()
     append_line(path, {"step": 3})
     with open(path, "ab") as file:
@@ -696,8 +737,10 @@ def really_out_of_memory(*args, **kwargs):
     torch.empty(2**55)
 
 
-@pytest.mark.parametrize("function, flag", [("rollout", "--slots"), ("update", "--micro-batch-tokens"), ("warm_start", "--micro-batch-tokens")])
-@pytest.mark.parametrize("error", [raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")), really_out_of_memory])
+@pytest.mark.parametrize("function, flag", [
+    ("rollout", "--slots"), ("update", "--micro-batch-tokens"), ("warm_start", "--micro-batch-tokens")])
+@pytest.mark.parametrize("error", [
+    raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")), really_out_of_memory])
 def test_out_of_memory_names_the_flag(function, flag, error, run, toy, monkeypatch):
     monkeypatch.setattr(train, function, error)
     demos = ["--demos", toy / "demos.jsonl", "--sft-steps", 1] if function == "warm_start" else []
@@ -723,7 +766,8 @@ def test_a_retriever_that_dies_in_the_middle(run, straight, monkeypatch, capsys)
         with pytest.raises(SystemExit) as stop:
             run("--steps", 4)
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 1 and line.startswith("error: no usable answer from http://host/retrieve") and "--resume runs/run" in line
+    assert (stop.value.code == 1 and line.startswith("error: no usable answer from http://host/retrieve")
+            and "--resume runs/run" in line)
     run.resume()  # two steps were done and are not lost
     assert_same_run(straight, pathlib.Path("runs/run"))
 
@@ -741,24 +785,33 @@ PASSAGE = json.dumps({"id": "a", "contents": "T\ntext"}) + "\n"
 BAD_INPUT = {
     "one rollout per question": (lambda toy: ["--rollouts-per-question", "1"], "--rollouts-per-question 1"),
     "question file missing": (lambda toy: ["--questions", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
-    "question malformed": (lambda toy: ["--questions", write("q.jsonl", GOOD_LINE + "{\n")], "q.jsonl:2: not valid JSON"),
-    "held-out question malformed": (lambda toy: ["--eval-questions", write("q.jsonl", GOOD_LINE + "[]\n")], "q.jsonl:2: "),
-    "question without golden answers": (lambda toy: ["--questions", write("q.jsonl", GOOD_LINE.replace('["x"]', "[]"))], "q.jsonl:1: "),
+    "question malformed": (
+        lambda toy: ["--questions", write("q.jsonl", GOOD_LINE + "{\n")], "q.jsonl:2: not valid JSON"),
+    "held-out question malformed": (
+        lambda toy: ["--eval-questions", write("q.jsonl", GOOD_LINE + "[]\n")], "q.jsonl:2: "),
+    "question without golden answers": (
+        lambda toy: ["--questions", write("q.jsonl", GOOD_LINE.replace('["x"]', "[]"))], "q.jsonl:1: "),
     "no questions": (lambda toy: ["--questions", write("q.jsonl", "\n")], "q.jsonl: no questions"),
     "corpus missing": (lambda toy: ["--corpus", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     "corpus empty": (lambda toy: ["--corpus", write("c.jsonl", "")], "c.jsonl: the corpus is empty"),
     "corpus malformed": (lambda toy: ["--corpus", write("c.jsonl", PASSAGE + "{\n")], "c.jsonl:2: "),
-    "passage ids twice": (lambda toy: ["--corpus", write("c.jsonl", PASSAGE + PASSAGE)], "c.jsonl:2: passage id a appears a second time"),
-    "retriever down": (lambda toy: ["--corpus", "http://127.0.0.1:9/retrieve"], "no usable answer from http://127.0.0.1:9/retrieve"),
+    "passage ids twice": (
+        lambda toy: ["--corpus", write("c.jsonl", PASSAGE + PASSAGE)], "c.jsonl:2: passage id a appears a second time"),
+    "retriever down": (
+        lambda toy: ["--corpus", "http://127.0.0.1:9/retrieve"], "no usable answer from http://127.0.0.1:9/retrieve"),
     "prompt file missing": (lambda toy: ["--prompt-file", "nowhere.txt"], "nowhere.txt"),
-    "prompt without its question": (lambda toy: ["--prompt-file", write("p.txt", "Q: question\n")], "--prompt-file p.txt"),
+    "prompt without its question": (
+        lambda toy: ["--prompt-file", write("p.txt", "Q: question\n")], "--prompt-file p.txt"),
     "model missing": (lambda toy: ["--model", "./nowhere"], "--model ./nowhere: no such folder"),
-    "context too long": (lambda toy: ["--max-context", "513"], "--max-context 513 is longer than the model's context of 512"),
+    "context too long": (
+        lambda toy: ["--max-context", "513"], "--max-context 513 is longer than the model's context of 512"),
     "prompt does not fit": (lambda toy: ["--max-context", "12"], "does not fit --max-context 12"),
     "observations cannot hold anything": (lambda toy: ["--max-observation-tokens", "5"], "max_observation_tokens 5"),
-    "demonstrations malformed": (lambda toy: ["--sft-steps", "1", "--demos", write("d.jsonl", GOOD_LINE)], "d.jsonl:1: field 'turns'"),
-    "demonstration unfinished": (lambda toy: ["--sft-steps", "1", "--demos", write("d.jsonl", GOOD_LINE[:-2] + ', "turns": ["hm"]}\n')],
-                                 "demonstration for question a"),
+    "demonstrations malformed": (
+        lambda toy: ["--sft-steps", "1", "--demos", write("d.jsonl", GOOD_LINE)], "d.jsonl:1: field 'turns'"),
+    "demonstration unfinished": (
+        lambda toy: ["--sft-steps", "1", "--demos", write("d.jsonl", GOOD_LINE[:-2] + ', "turns": ["hm"]}\n')],
+        "demonstration for question a"),
     "device missing": (lambda toy: ["--device", "nonsense"], "--device nonsense"),
 }
 
@@ -816,7 +869,8 @@ def test_protocol_flags_reach_the_retriever_and_the_checkpoint(run, monkeypatch)
     folder = run("--steps", 1, "--passages", 2)
     assert set(asked[1:]) == {2}
     saved = json.loads((latest_checkpoint(folder) / "protocol.json").read_text())
-    assert (saved["passages"], saved["max_turn_tokens"], saved["max_observation_tokens"], saved["max_searches"]) == (2, 24, 45, 2)
+    assert (saved["passages"], saved["max_turn_tokens"], saved["max_observation_tokens"],
+            saved["max_searches"]) == (2, 24, 45, 2)
 
 
 def test_a_resumed_run_keeps_its_prompt(run, toy, tmp_path):
@@ -838,18 +892,21 @@ def test_no_steps_only_evaluates_the_start(run):
 
 
 def test_warm_start_before_training(run, toy):
-    folder = run("--steps", 0, "--demos", toy / "demos.jsonl", "--sft-steps", 40, "--sft-batch", 6, "--sft-learning-rate", 1e-2)
+    folder = run("--steps", 0, "--demos", toy / "demos.jsonl", "--sft-steps", 40, "--sft-batch", 6,
+                 "--sft-learning-rate", 1e-2)
     start, warm = (AutoModelForCausalLM.from_pretrained(path) for path in (toy / "model", latest_checkpoint(folder)))
     _, tokenizer = load_policy(toy / "model")
     demonstrations = replay([["<answer> golden </answer>"]] * 6, QUESTIONS, tokenizer, FakeRetriever(), PROTOCOL, 160)
     with torch.no_grad():
-        losses = [-token_logprobs(model, *pad_trajectories(demonstrations, "cpu"))[0].sum().item() for model in (start, warm)]
+        losses = [-token_logprobs(model, *pad_trajectories(demonstrations, "cpu"))[0].sum().item()
+                  for model in (start, warm)]
     assert losses[1] < losses[0] / 2
     assert json.loads((folder / "eval.json").read_text())["0"]["em"] == 1.0  # every demonstration says golden
 
 
 def test_gradient_checkpointing_in_a_run(run):
-    plain, checkpointed = run("--steps", 1, name="plain"), run("--steps", 1, "--gradient-checkpointing", name="checkpointed")
+    plain, checkpointed = (run("--steps", 1, name="plain"),
+                           run("--steps", 1, "--gradient-checkpointing", name="checkpointed"))
     a, b = (metrics(folder)[0] for folder in (plain, checkpointed))
     assert a["optimizer_steps"] and a["em"] == b["em"] and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
 
@@ -864,18 +921,21 @@ def test_bfloat16_runs_and_resumes(run):
 
 
 def test_step_line_says_what_a_person_wants_to_know():
-    metrics = {"step": 4, "em": 0.5, "searches": 1.25, "strata": {"0": {"share": 0.25, "reward_mean": 0.1}, "2": {"share": 0.75, "reward_mean": 0.6}},
+    metrics = {"step": 4, "em": 0.5, "searches": 1.25,
+               "strata": {"0": {"share": 0.25, "reward_mean": 0.1}, "2": {"share": 0.75, "reward_mean": 0.6}},
                "optimizer_steps": 0, "tokens": 300, "rollout_seconds": 1.0, "update_seconds": 2.0}
     line = step_line(metrics, Config(steps=9))
-    assert "5/9" in line and "EM 0.500" in line and "searches 1.25" in line and "0:25%/0.10 2:75%/0.60" in line and "100 tok/s" in line
-    line = step_line({**metrics, "optimizer_steps": 1, "approx_kl": 0.5, "kl": 0.25, "clipfrac": 0.125, "entropy": 1.5}, Config(steps=9))
+    assert ("5/9" in line and "EM 0.500" in line and "searches 1.25" in line and "0:25%/0.10 2:75%/0.60" in line
+            and "100 tok/s" in line)
+    line = step_line({**metrics, "optimizer_steps": 1, "approx_kl": 0.5, "kl": 0.25, "clipfrac": 0.125, "entropy": 1.5},
+                     Config(steps=9))
     assert "kl 0.2500" in line and "clip 0.125" in line and "entropy 1.50" in line and "\n" not in line
 
 
 @pytest.mark.parametrize("advantage", ["stratified", "grpo"])
 def test_reinforcement_learning_learns(advantage, run):
     """The warm-started toy says golden or wrong at even odds; only the reward tells it which is right."""
-    folder = run("--steps", 15, "--questions-per-step", 6, "--rollouts-per-question", 8, "--mini-batch", 48, "--learning-rate", 1e-3,
-                 "--advantage", advantage, "--eval-questions", "", name=advantage)
+    folder = run("--steps", 15, "--questions-per-step", 6, "--rollouts-per-question", 8, "--mini-batch", 48,
+                 "--learning-rate", 1e-3, "--advantage", advantage, "--eval-questions", "", name=advantage)
     em = [row["em"] for row in metrics(folder)]
     assert em[0] < 0.75 and sum(em[-3:]) / 3 > 0.85

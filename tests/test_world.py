@@ -1,4 +1,5 @@
-"""The embedded world: what its questions promise, what its demonstrations say, and that it is a function of the seed."""
+"""The embedded world: what its questions promise, what its demonstrations say, and that it is a function of the
+seed."""
 import random
 
 import pytest
@@ -67,7 +68,8 @@ def test_guessing_does_not_pay():
 
 def test_the_tokenizer_knows_every_word_and_round_trips_answers():
     codec = Codec(TOKENIZER, TINY)
-    texts = [f"{p['title']} {p['text']}" for p in WORLD.passages] + [row["question"] for row in WORLD.train] + [TINY.retry]
+    texts = ([f"{p['title']} {p['text']}" for p in WORLD.passages] + [row["question"] for row in WORLD.train]
+             + [TINY.retry])
     texts += [turn for row in demonstrations(WORLD, WORLD.train, Oracle(), 0, 100) for turn in row["turns"]]
     for text in texts:
         ids = codec.encode(text)
@@ -80,7 +82,8 @@ def test_the_tokenizer_knows_every_word_and_round_trips_answers():
 def test_right_demonstrations_reach_the_answer_and_noisy_ones_mix_searches():
     rows = demonstrations(WORLD, WORLD.heldout, Oracle(), 1, 100, noise={})
     questions = [Question(row["id"], row["question"], row["golden_answers"]) for row in rows]
-    for trajectory, question in zip(replay([row["turns"] for row in rows], questions, TOKENIZER, Oracle(), TINY), questions):
+    for trajectory, question in zip(
+            replay([row["turns"] for row in rows], questions, TOKENIZER, Oracle(), TINY), questions):
         assert exact_match(trajectory.answer, question.golden_answers) == 1.0 and 1 <= trajectory.n_searches <= 2
         assert all(search.hit for search in trajectory.searches[-1:])
     rows = demonstrations(WORLD, WORLD.train, Oracle(), 1, 600, NOISE)
@@ -105,7 +108,8 @@ def test_the_policy_is_small_seeded_and_starts_with_a_previous_token_head():
 
 
 def test_prepare_is_atomic_cached_and_complete(tmp_path, monkeypatch):
-    monkeypatch.setattr(world, "SHORT_COURSE", 8), monkeypatch.setattr(world, "FULL_COURSE", 16)
+    monkeypatch.setattr(world, "SHORT_COURSE", 8)
+    monkeypatch.setattr(world, "FULL_COURSE", 16)
     monkeypatch.setattr(world, "open_retriever", lambda *arguments, **options: Oracle())
     monkeypatch.setattr(world, "build_world", lambda seed: WORLD)
     real, calls = world.warm_start, []
@@ -117,8 +121,10 @@ def test_prepare_is_atomic_cached_and_complete(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         world.prepare(tmp_path, 0)
     assert not list(tmp_path.iterdir())  # nothing half-made is left
-    monkeypatch.setattr(world, "warm_start", lambda *arguments, **options: calls.append(1) or real(*arguments, **options))
+    monkeypatch.setattr(world, "warm_start",
+                        lambda *arguments, **options: calls.append(1) or real(*arguments, **options))
     folder = world.prepare(tmp_path, 0, log=lambda line: None)
     assert world.prepare(tmp_path, 0) == folder and len(calls) == 1
-    names = {"corpus.jsonl", "train.jsonl", "heldout.jsonl", "demos.jsonl", "protocol.json", "model.safetensors", "tokenizer.json"}
+    names = {"corpus.jsonl", "train.jsonl", "heldout.jsonl", "demos.jsonl", "protocol.json", "model.safetensors",
+             "tokenizer.json"}
     assert names <= {path.name for path in folder.iterdir()}
