@@ -102,7 +102,7 @@ class Config:
     device: str = flag("auto", "auto, cpu, cuda, ...")
     dtype: str = flag("auto", "auto: bfloat16 on a GPU that has it, else float32",
                       choices=["auto", "float32", "bfloat16"])
-    threads: int = flag(0, "CPU threads; 0: torch decides")
+    threads: int = flag(1, "CPU threads, one is best for tiny matrices; 0: torch decides")
     # logging
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only")
     eval_limit: int = flag(0, "evaluate on the first N held-out questions; 0: all")
@@ -112,9 +112,9 @@ class Config:
 
 
 PRESETS = {
-    "tiny": dict(threads=1),  # its matrices are too small to share
+    "tiny": {},
     "search-r1": dict(
-        kl=0.001, steps=1005, questions_per_step=512, rollouts_per_question=5, max_context=4096, slots=256,
+        kl=0.001, steps=1005, questions_per_step=512, rollouts_per_question=5, max_context=4096, slots=128,
         mini_batch=256, micro_batch_tokens=16384, learning_rate=1e-6, warmup_steps=286, weight_decay=0.01,
         gradient_checkpointing=True, eval_every=100, eval_limit=500, save_every=50, dump_every=50,
     ),
@@ -148,8 +148,7 @@ def parse_config(arguments):
             raise ValueError(f"--resume keeps the run's settings: --{fixed[0].replace('_', '-')} cannot change")
         config = Config(**{**saved, **given})
     else:
-        # with a model of one's own the paper's settings are the better start; its data only where nothing else was
-        # named
+        # with a model of one's own the paper's settings are the better start; its data only where no other is named
         preset = given.setdefault("preset", "search-r1" if "model" in given else "tiny")
         data = PAPER_DATA if preset == "search-r1" and not given.keys() & PAPER_DATA.keys() else {}
         config = Config(**{**PRESETS[preset], **data, **given})
@@ -236,6 +235,9 @@ def padded(values, trajectories, like):
     return out
 
 
+COMBINE = {"ratio_min": min, "ratio_max": max}  # the other statistics add up
+
+
 def update(model, optimizer, reference, trajectories, advantages, config, step):
     """PPO epochs over the rollouts of one step, in place. -> statistics averaged over the optimizer steps."""
     advantages = dict(zip(map(id, trajectories), advantages.tolist()))
@@ -274,15 +276,14 @@ def update(model, optimizer, reference, trajectories, advantages, config, step):
                 loss.backward()
                 optimizer.accumulate()
                 for key, value in statistics.items():
-                    combine = {"ratio_min": min, "ratio_max": max}.get(key, lambda a, b: a + b)
-                    row[key] = combine(row.get(key, 0.0), value.item())
+                    value = value.item()
+                    row[key] = COMBINE[key](row[key], value) if key in COMBINE else row.get(key, 0.0) + value
             row["grad_norm"] = optimizer.step(learning_rate, config.max_grad_norm)
             for key in ("ratio_mean", "clipfrac", "approx_kl", "entropy"):
                 row[key] *= total_tokens / trained_tokens  # a mean over the tokens that were run
             history.append(row)
-    merge = {"ratio_min": min, "ratio_max": max}
-    statistics = {key: merge.get(key, lambda v: sum(v) / len(v))([row[key] for row in history])
-                  for key in (history or [{}])[0]}
+    columns = {key: [row[key] for row in history] for key in (history[0] if history else ())}
+    statistics = {key: COMBINE[key](v) if key in COMBINE else sum(v) / len(v) for key, v in columns.items()}
     return {**statistics, "learning_rate": learning_rate, "optimizer_steps": len(history)}
 
 

@@ -252,6 +252,13 @@ def test_nothing_is_encoded_twice(monkeypatch, model, tokenizer):
     assert sum(fed) == prompts + sum(len(t.response_ids) - 1 for t in trajectories)
 
 
+def test_gradient_checkpointing_does_not_take_the_cache_away(model, tokenizer):
+    plain = rollout(model, tokenizer, QUESTIONS, FakeRetriever(), PROTOCOL, temperature=0.0)
+    other = make_model(tokenizer).train()
+    other.activation_checkpointing_enable()
+    assert rollout(other, tokenizer, QUESTIONS, FakeRetriever(), PROTOCOL, temperature=0.0) == plain
+
+
 def test_the_same_seed_gives_the_same_rollouts(model, tokenizer):
     runs = [rollout(model, tokenizer, QUESTIONS, FakeRetriever(), PROTOCOL, 3,
                     generator=torch.Generator().manual_seed(s)) for s in (3, 3, 4)]

@@ -67,7 +67,7 @@ def make_command(toy, folder, patch):
 
     def command(*flags, name="run"):
         train.main([
-            "--name", name, "--model", f"{toy}/model", "--questions", f"{toy}/train.jsonl",
+            "--name", name, "--preset", "tiny", "--model", f"{toy}/model", "--questions", f"{toy}/train.jsonl",
             "--eval-questions", f"{toy}/heldout.jsonl", "--corpus", f"{toy}/corpus.jsonl",
             "--prompt-file", f"{toy}/prompt.txt", "--questions-per-step", "2", "--rollouts-per-question", "4",
             "--max-turn-tokens", "24", "--max-observation-tokens", "45", "--max-context", "160", "--max-searches", "2",
@@ -131,6 +131,9 @@ def test_presets_and_flags(tmp_path, monkeypatch):
         ["--preset", "search-r1", "--alpha", "0.3", "--no-gradient-checkpointing", "--advantage", "san"])
     assert config.model == "Qwen/Qwen2.5-3B" and config.questions_per_step == 512 and config.rollouts_per_question == 5
     assert config.alpha == 0.3 and config.gradient_checkpointing is False and folder.name == "search-r1-san-seed0"
+    config, _, _ = parse_config(["--model", "M", "--questions", "F", "--corpus", "C"])  # the paper's settings
+    assert config.preset == "search-r1" and config.learning_rate == 1e-6 and config.max_context == 4096
+    assert (config.model, config.questions, config.corpus, config.eval_questions) == ("M", "F", "C", "")
     for preset in train.PRESETS.values():  # every key of a preset is a flag, and the preset passes the checks
         train.check_config(Config(**preset))
 
