@@ -51,7 +51,7 @@ def write_json(path, value):
     os.replace(aside, path)
 
 
-def save_checkpoint(folder, step, model, tokenizer, protocol, optimizer=None):
+def save_checkpoint(folder, step, model, tokenizer, protocol, optimizer):
     """Write checkpoint-STEP aside, rename it, then remove older ones: at any moment there is a whole one, or none
     yet."""
     target, aside = folder / f"checkpoint-{step:06d}", folder / "checkpoint.tmp"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
 
 
 @dataclass
@@ -30,8 +30,9 @@ class Question:
     metadata: dict = field(default_factory=dict)
 
 
-def resolve_questions(names, split):
-    """Comma-separated files or benchmark names (nq, hotpotqa, ...) -> list of Question, one after the other.
+def resolve_questions(names, split, limit=0):
+    """Comma-separated files or benchmark names (nq, hotpotqa, ...) -> list of Question, one after the other; the
+    first `limit` of each, 0: all.
 
     A name that is no file is looked up in the hub dataset RUC-NLPIR/FlashRAG_datasets, as NAME/SPLIT.jsonl or, where
     there is no test split, NAME/dev.jsonl; huggingface_hub downloads it once. Raises ValueError as load_questions, or
@@ -47,7 +48,7 @@ def resolve_questions(names, split):
                 try:
                     path = hf_hub_download("RUC-NLPIR/FlashRAG_datasets", f"{name}/{part}.jsonl", repo_type="dataset")
                     break
-                except EntryNotFoundError:  # musique and others have no test split
+                except RemoteEntryNotFoundError:  # musique and others have no test split
                     continue
                 except (HfHubHTTPError, OSError) as error:
                     raise ValueError(f"{name}: no such file, and the hub dataset could not be reached "
@@ -55,7 +56,7 @@ def resolve_questions(names, split):
             else:
                 raise ValueError(f"{name}: no such file, and the hub dataset RUC-NLPIR/FlashRAG_datasets has no "
                                  f"{name}/{split}.jsonl")
-        questions += load_questions(path)
+        questions += load_questions(path)[: limit or None]
     return questions
 
 
@@ -197,7 +198,7 @@ def score(questions, trajectories, interval=True):
     """Scores of trajectories[i] on questions[i] -> dict ready for json: em, f1, em_interval, f1_interval (95 %
     bootstrap), by_searches {"n": {count, share, em, f1}}, and means per rollout: searches, invalid (turns), hit (share
     of rollouts with a golden answer in a passage), finished {how: share}, response and observation tokens; tokens is
-    the sum over all, prompts included.
+    the sum of both over all rollouts.
     """
     em = np.array([exact_match(t.answer, q.golden_answers) for q, t in zip(questions, trajectories, strict=True)])
     f1 = np.array([f1_score(t.answer, q.golden_answers) for q, t in zip(questions, trajectories)])
@@ -217,5 +218,5 @@ def score(questions, trajectories, interval=True):
         "hit": float(np.mean([any(search.hit for search in t.searches) for t in trajectories])),
         "finished": {how: finished[how] / len(trajectories) for how in sorted(finished)},
         "response_tokens": sampled.mean().item(), "observation_tokens": forced.mean().item(),
-        "tokens": sum(len(t) for t in trajectories),
+        "tokens": sum(len(t.response_ids) for t in trajectories),
     }

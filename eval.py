@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import world
 from data import resolve_questions, score
-from policy import choose_device, context_limit, load_policy
+from policy import choose_device, context_limit, load_policy, out_of_memory_names
 from retriever import RetrieverError, open_retriever
 from rollout import load_protocol, record, rollout
 
@@ -42,7 +42,6 @@ def main(arguments=None):
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
                         help="auto: bfloat16 on a GPU that has it")
-    parser.add_argument("--seed", type=int, default=0, help="which embedded world, when no questions are given")
     parser.add_argument("--cache", default="",
                         help="folder for indexes and the embedded world; empty: ~/.cache/stratgrpo")
     parser.add_argument("--out", help="new folder for eval.json and trajectories.jsonl")
@@ -51,8 +50,6 @@ def main(arguments=None):
         results = run(args)
     except (ValueError, OSError, RetrieverError) as error:
         sys.exit(f"error: {error}")
-    except (torch.OutOfMemoryError, MemoryError):
-        sys.exit("error: out of memory; lower --slots")
     except KeyboardInterrupt:
         sys.exit(130)
     print_table(results)
@@ -68,13 +65,17 @@ def run(args):
     if args.out and pathlib.Path(args.out).exists():
         raise ValueError(f"--out {args.out}: exists; choose a new folder")
     names, corpus = args.questions.split(",") if args.questions else [], args.corpus
-    if not names:
-        folder = world.prepare(args.cache, args.seed)
+    if not names:  # a checkpoint of the embedded world: the settings of its run say which one
+        run_config = pathlib.Path(args.model).absolute().parent / "config.json"
+        saved = json.loads(run_config.read_text(encoding="utf-8")) if run_config.is_file() else {"model": "another"}
+        if saved["model"]:
+            raise ValueError(f"--model {args.model}: no checkpoint of the embedded world; give --questions and --corpus")
+        folder = world.prepare(args.cache or saved["cache"], saved["seed"])
         names, corpus = [str(folder / "heldout.jsonl")], str(folder / "corpus.jsonl")
     protocol = load_protocol(args.model)
     if args.max_searches >= 0:
         protocol = dataclasses.replace(protocol, max_searches=args.max_searches)
-    questions = {name: resolve_questions(name, "test")[: args.limit or None] for name in names}
+    questions = {name: resolve_questions(name, "test", args.limit) for name in names}
     model, tokenizer = load_policy(args.model, *choose_device(args.device, args.dtype), args.max_context)
     max_context = args.max_context or min(4096, context_limit(model) or 4096)
     retriever = open_retriever(corpus, cache_dir=args.cache or None)
@@ -83,9 +84,11 @@ def run(args):
         trajectories = []
         for start in tqdm(range(0, len(items), 4 * args.slots), desc=name, unit="batch", disable=None, leave=False):
             batch = items[start : start + 4 * args.slots]
-            trajectories += rollout(model, tokenizer, batch, retriever, protocol, 1, 0.0, args.slots, max_context)
+            with out_of_memory_names("slots"):
+                trajectories += rollout(model, tokenizer, batch, retriever, protocol, 1, 0.0, args.slots, max_context)
         results[name] = score(items, trajectories)
-        rows += [{"questions": name, **record(t, q, tokenizer)} for q, t in zip(items, trajectories)]
+        if args.out:
+            rows += [{"questions": name, **record(t, q, tokenizer)} for q, t in zip(items, trajectories)]
     if args.out:
         out = pathlib.Path(args.out)
         out.mkdir(parents=True)

@@ -9,8 +9,10 @@ is on the right (a causal model never looks at it), temperature divides the logi
 Memory: the vocabulary projection is computed only at sampled positions, a chunk at a time, and again in the backward
 pass, so a (B, T, V) tensor never exists.
 """
+import contextlib
 import json
 import pathlib
+import sys
 
 import torch
 from safetensors import SafetensorError
@@ -26,11 +28,26 @@ CHUNK_ELEMENTS = 2**25  # logits held at a time: 128 MiB of float32
 # -----------------------------------------------------------------------------
 # loading
 
+@contextlib.contextmanager
+def out_of_memory_names(name):
+    """Out of memory -> one line that says which flag to lower."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if (isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+                and "can't allocate memory" not in str(error)):
+            raise
+        sys.exit(f"error: out of memory; lower --{name}, then start again or, if there is a checkpoint, go on with "
+                 "--resume")
+
+
 def choose_device(device="auto", dtype="auto"):
     """Flags -> (device, torch dtype). auto: a GPU if there is one; bfloat16 where the GPU has it, float32 otherwise.
 
     On a CPU auto is float32: without AMX, bfloat16 matrix products are many times slower. ValueError: no such device.
     """
+    if device.startswith("mps"):
+        raise ValueError("--device mps: sampling needs float64, which mps lacks; use cpu or cuda")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -38,7 +55,8 @@ def choose_device(device="auto", dtype="auto"):
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {device}: not usable here ({str(error).splitlines()[0]})") from error
     if dtype == "auto":
-        dtype = "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float32"
+        has_bfloat16 = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bfloat16" if has_bfloat16 else "float32"
     return device, getattr(torch, dtype)
 
 
@@ -185,7 +203,7 @@ class MasterAdamW:
     masters.
 
     accumulate() after every backward adds the gradients in float32; step() clips, updates, clears, and returns the
-    gradient norm.
+    gradient norm, or raises FloatingPointError and changes nothing if that is not finite.
     """
 
     def __init__(self, model, learning_rate, betas, weight_decay):
@@ -207,6 +225,8 @@ class MasterAdamW:
 
     def step(self, learning_rate, max_grad_norm):
         norm = torch.nn.utils.clip_grad_norm_(self.masters, max_grad_norm)
+        if not norm.isfinite():  # one such step would make every weight NaN
+            raise FloatingPointError(f"the gradient norm is {norm.item()}")
         self.adamw.param_groups[0]["lr"] = learning_rate
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)

@@ -224,7 +224,10 @@ class BM25Retriever:
         for i, query in enumerate(queries):
             texts.add(query)
             keys.add(str(i))                        # lucene answers in a map, so each query needs a key
-        found = self.searcher.batch_search(texts, keys, min(k, self.n_passages), os.cpu_count())
+        try:
+            found = self.searcher.batch_search(texts, keys, min(k, self.n_passages), os.cpu_count())
+        except self.jnius.JavaException as error:
+            raise RetrieverError(f"the search failed in Java ({first_line(error)})") from None
         return [[self.read_hit(hit) for hit in found.get(str(i))] for i in range(len(queries))]
 
     def read_hit(self, hit):

@@ -424,10 +424,14 @@ def replay(demonstrations, questions, tokenizer, retriever, protocol, max_contex
                                      f"tag, or is longer than --max-turn-tokens {protocol.max_turn_tokens}")
                 row.accept(token, 0.0)
                 ended = row.trajectory.finish or row.invalid or row.query is not None
-            if not ended or (turns and row.trajectory.finish in ("answer", "turns")):
+            if not ended or row.trajectory.finish == "turns" or (turns and row.trajectory.finish):
                 raise ValueError(f"demonstration for question {row.question.id}: each turn must end in </search>, the "
                                  "last in </answer>, within --max-searches")
         answer_searches([row for row, _ in under_way], retriever, codec)
+        for row, _ in under_way:
+            if row.trajectory.finish == "length":
+                raise ValueError(f"demonstration for question {row.question.id}: longer than --max-context "
+                                 f"{max_context}")
         under_way = [(row, turns) for row, turns in under_way if not row.trajectory.finish]
     return trajectories
 

@@ -26,18 +26,20 @@ import dataclasses
 import functools
 import json
 import pathlib
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
 
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 import world
 from checkpoint import append_line, hold_interrupts, latest_checkpoint, save_checkpoint, trim, write_json
 from data import exact_match, resolve_questions, score
-from policy import (MasterAdamW, choose_device, load_policy, micro_batches, pad_trajectories, token_logprobs,
-                    warm_start)
+from policy import (MasterAdamW, choose_device, load_policy, micro_batches, out_of_memory_names, pad_trajectories,
+                    token_logprobs, warm_start)
 from retriever import RetrieverError, open_retriever
 from rollout import Codec, load_demonstrations, load_protocol, record, rollout
 from stratgrpo import blended_advantages, group_advantages, kl_k3, ppo_clip_loss, stratified_advantages, stratum_report
@@ -99,13 +101,13 @@ class Config:
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, a third more "
                                         "time")
     # the machine
-    device: str = flag("auto", "auto, cpu, cuda, ...")
+    device: str = flag("cpu", "auto (a GPU if there is one), cpu, cuda, ...")
     dtype: str = flag("auto", "auto: bfloat16 on a GPU that has it, else float32",
                       choices=["auto", "float32", "bfloat16"])
     threads: int = flag(1, "CPU threads, one is best for tiny matrices; 0: torch decides")
     # logging
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only")
-    eval_limit: int = flag(0, "evaluate on the first N held-out questions; 0: all")
+    eval_limit: int = flag(0, "evaluate on the first N questions of each held-out file; 0: all")
     save_every: int = flag(0, "steps between checkpoints; 0: at the end (and at Ctrl-C) only")
     dump_every: int = flag(10, "write the trajectories of every Nth step")
     cache: str = flag("", "folder for indexes and the embedded world; empty: ~/.cache/stratgrpo")
@@ -116,7 +118,7 @@ PRESETS = {
     "search-r1": dict(
         kl=0.001, steps=1005, questions_per_step=512, rollouts_per_question=5, max_context=4096, slots=128,
         mini_batch=256, micro_batch_tokens=16384, learning_rate=1e-6, warmup_steps=286, weight_decay=0.01,
-        gradient_checkpointing=True, eval_every=100, eval_limit=500, save_every=50, dump_every=50,
+        gradient_checkpointing=True, device="auto", threads=0, eval_every=100, eval_limit=500, save_every=50, dump_every=50,
     ),
 }
 PAPER_DATA = dict(model="Qwen/Qwen2.5-3B", questions="nq,hotpotqa", eval_questions="nq,hotpotqa",
@@ -132,7 +134,9 @@ def parse_config(arguments):
     parser.add_argument("--resume", metavar="RUN",
                         help="run folder to go on with; only these flags may change: " + ", ".join(CHANGEABLE))
     for f in dataclasses.fields(Config):
-        name, options = "--" + f.name.replace("_", "-"), {"help": f"{f.metadata['help']} (default: {f.default!r})"}
+        paper = {**PRESETS["search-r1"], **PAPER_DATA}.get(f.name, f.default)
+        defaults = f"{f.default!r}" + (f"; search-r1: {paper!r}" if paper != f.default else "")
+        name, options = "--" + f.name.replace("_", "-"), {"help": f"{f.metadata['help']} (default: {defaults})"}
         if f.type is bool:
             parser.add_argument(name, action=argparse.BooleanOptionalAction, default=None, **options)
         else:
@@ -148,9 +152,9 @@ def parse_config(arguments):
             raise ValueError(f"--resume keeps the run's settings: --{fixed[0].replace('_', '-')} cannot change")
         config = Config(**{**saved, **given})
     else:
-        # with a model of one's own the paper's settings are the better start; its data only where no other is named
+        # with a model of one's own the paper's settings are the better start, its data only when asked for by name
+        data = PAPER_DATA if given.get("preset") == "search-r1" else {}
         preset = given.setdefault("preset", "search-r1" if "model" in given else "tiny")
-        data = PAPER_DATA if preset == "search-r1" and not given.keys() & PAPER_DATA.keys() else {}
         config = Config(**{**PRESETS[preset], **data, **given})
     check_config(config)
     if not resume:
@@ -264,7 +268,7 @@ def update(model, optimizer, reference, trajectories, advantages, config, step):
                 advantage = torch.tensor([advantages[id(t)] for t in part], device=model.device)           # (B,)
                 loss, statistics = ppo_clip_loss(logprobs, old_logprobs, advantage, sampled, config.clip_low,
                                                  config.clip_high, config.loss, denominator, total_tokens)
-                statistics["loss"], statistics["entropy"] = loss.detach(), entropy.sum() / total_tokens
+                statistics["entropy"] = entropy.sum() / total_tokens
                 if reference:
                     with torch.no_grad():
                         reference_logprobs, _ = token_logprobs(reference, ids, sampled, config.temperature)
@@ -273,6 +277,7 @@ def update(model, optimizer, reference, trajectories, advantages, config, step):
                     statistics["kl"] = kl.detach().sum() / total_tokens
                     weights = 1.0 if config.loss == "token-mean" else 1.0 / sampled.sum(1, keepdim=True)   # (B, 1)
                     loss = loss + config.kl * (kl * weights).sum() / denominator
+                statistics["loss"] = loss.detach()
                 loss.backward()
                 optimizer.accumulate()
                 for key, value in statistics.items():
@@ -287,36 +292,24 @@ def update(model, optimizer, reference, trajectories, advantages, config, step):
     return {**statistics, "learning_rate": learning_rate, "optimizer_steps": len(history)}
 
 
-@contextlib.contextmanager
-def out_of_memory_names(name):
-    """Out of memory -> one line that says which flag to lower."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if (isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
-                and "can't allocate memory" not in str(error)):
-            raise
-        sys.exit(f"error: out of memory; lower --{name}, then start again or, if there is a checkpoint, go on with "
-                 "--resume")
-
-
 # -----------------------------------------------------------------------------
 # main
 
 def main(arguments=None):
-    sys.stdout.reconfigure(line_buffering=True)  # a log file is as up to date as a terminal
     try:
         config, folder, resumed = parse_config(arguments)
         if config.threads:
             torch.set_num_threads(config.threads)
         run = setup(config, folder, resumed)
-    except (ValueError, OSError, RetrieverError) as error:
+    except (ValueError, OSError, RetrieverError, SafetensorError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
+        if latest_checkpoint(folder):
+            print(f"interrupted; go on with: python train.py --resume {folder}", file=sys.stderr)
         sys.exit(130)
     try:
         train(config, folder, **run)
-    except OSError as error:  # a full disk; the update may be half done
+    except (OSError, FloatingPointError) as error:  # a full disk, a gradient of NaN; the update may be half done
         sys.exit(f"error: {error}; go on from the last checkpoint with: python train.py --resume {folder}")
 
 
@@ -340,8 +333,9 @@ def setup(config, folder, resumed):
             raise ValueError(f"--prompt-file {config.prompt_file}: the text must contain {{question}}, where the "
                              "question goes")
     questions = resolve_questions(data["questions"], "train")
-    held_out = (resolve_questions(data["eval_questions"], "test")[: config.eval_limit or None]
-                if data["eval_questions"] else [])
+    held_out = []
+    if data["eval_questions"]:
+        held_out = resolve_questions(data["eval_questions"], "test", config.eval_limit)
     model, tokenizer = load_policy(checkpoint or source, device, dtype, config.max_context)
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
@@ -359,19 +353,27 @@ def setup(config, folder, resumed):
             warm_start(model, demonstrations, config.sft_steps, config.sft_batch, config.sft_learning_rate,
                        config.micro_batch_tokens, config.seed)
     folder.mkdir(parents=True, exist_ok=resumed)
-    write_json(folder / "config.json", dataclasses.asdict(config))
-    reference = None
-    if config.kl:
-        if not resumed:
+    try:
+        write_json(folder / "config.json", dataclasses.asdict(config))
+        reference, step = None, 0
+        optimizer = MasterAdamW(model, config.learning_rate, (0.9, 0.999), config.weight_decay)
+        if checkpoint:
+            step = int(checkpoint.name.removeprefix("checkpoint-"))
+            optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location=device, weights_only=True))
+            for name in ("metrics.jsonl", "trajectories.jsonl"):
+                trim(folder / name, step)
+        elif config.kl:
             model.save_pretrained(folder / "reference")
             tokenizer.save_pretrained(folder / "reference")
-        reference = load_policy(folder / "reference", device, dtype)[0].requires_grad_(False)
-    optimizer, step = MasterAdamW(model, config.learning_rate, (0.9, 0.999), config.weight_decay), 0
-    if checkpoint:
-        step = int(checkpoint.name.removeprefix("checkpoint-"))
-        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location=device, weights_only=True))
-        for name in ("metrics.jsonl", "trajectories.jsonl"):
-            trim(folder / name, step)
+        if config.kl:
+            reference = load_policy(folder / "reference", device, dtype)[0].requires_grad_(False)
+        if not checkpoint:  # resumable from the start: keeps the warm start, and finds a disk that is too small now
+            with hold_interrupts():
+                save_checkpoint(folder, 0, model, tokenizer, protocol, optimizer)
+    except BaseException:  # whatever it was: no half-made run folder is left behind
+        if not latest_checkpoint(folder):
+            shutil.rmtree(folder)
+        raise
     return dict(model=model, tokenizer=tokenizer, protocol=protocol, questions=questions, held_out=held_out,
                 retriever=retriever, reference=reference, optimizer=optimizer, step=step)
 
@@ -399,7 +401,7 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
           + (f", alpha {config.alpha}" if config.advantage == "stratified" else ""))
     test = functools.partial(evaluate, config, folder, model=model, tokenizer=tokenizer, protocol=protocol,
                              held_out=held_out, retriever=retriever)
-    saved = step if latest_checkpoint(folder) else None
+    saved = step
 
     def save():
         nonlocal saved
@@ -412,9 +414,6 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
 
     bar = tqdm(total=config.steps, initial=step, unit="step", disable=None, leave=False)
     try:
-        if saved is None:
-            # resumable from the start: the warm start is kept, and a disk too small for a checkpoint is found now
-            save()
         if held_out and (step == 0 or due(config.eval_every)):  # when resumed: what an interruption may have cut off
             test(step)
         while step < config.steps:
@@ -447,11 +446,11 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
             if held_out and due(config.eval_every):
                 test(step)
         bar.close()
-        data = f"--seed {config.seed}"
+        data = ""
         if config.model:
-            data = (f"--questions {config.eval_questions or 'F'} --corpus {config.corpus} "
+            data = (f" --questions {config.eval_questions or 'F'} --corpus {config.corpus} "
                     f"--max-context {config.max_context}")
-        print(f"done: {folder} | python eval.py --model {latest_checkpoint(folder)} {data}")
+        print(f"done: {folder} | python eval.py --model {latest_checkpoint(folder)}{data}")
     except (KeyboardInterrupt, RetrieverError) as error:  # come between two updates only
         with contextlib.suppress(KeyboardInterrupt):  # an impatient second Ctrl-C
             if saved != step:
@@ -470,9 +469,11 @@ def step_line(m, config):
     line = (f"step {m['step'] + 1:4d}/{config.steps} | EM {m['em']:.3f} | searches {m['searches']:.2f} | "
             f"share/EM by searches {strata}")
     if m["optimizer_steps"]:
-        line += f" | kl {m.get('kl', m['approx_kl']):.4f} | clip {m['clipfrac']:.3f} | entropy {m['entropy']:.2f}"
+        line += f" | kl {m['kl']:.4f}" if "kl" in m else ""
+        line += f" | approx_kl {m['approx_kl']:.4f} | clip {m['clipfrac']:.3f} | entropy {m['entropy']:.2f}"
     return line + f" | {m['tokens'] / (m['rollout_seconds'] + m['update_seconds']):.0f} tok/s"
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)  # a log file is as up to date as a terminal
     main()

@@ -1,11 +1,12 @@
 """
 seeds.py — the README's table for the embedded world: estimators x seeds, and the no-search control.
 
-    python -m extras.seeds              # 5 seeds, about 50 minutes on one core; finished runs are kept, so it can be continued
+    python -m extras.seeds              # 5 seeds, an hour on one core; finished runs are kept, so it can be continued
     python -m extras.seeds --seeds 1    # a look
 
-Every run is `python train.py` with the flags of its row; all estimators of a seed start from the same warm-started policy.
-Prints greedy EM on the held-out questions before and after as mean and standard deviation over seeds, and each seed's value.
+Every run is `python train.py` with the flags of its row; all estimators of a seed start from the same warm-started
+policy. Prints greedy EM on the held-out questions before and after as mean and standard deviation over seeds, and each
+seed's value.
 """
 import argparse
 import json
@@ -34,13 +35,16 @@ def main():
             folder = pathlib.Path("runs") / f"{arm}-seed{seed}"
             results = json.loads((folder / "eval.json").read_text()) if (folder / "eval.json").exists() else {}
             if str(args.steps) not in results:
-                how = ["--resume", str(folder)] if folder.exists() else ["--name", folder.name, "--seed", str(seed), *flags]
-                subprocess.run([sys.executable, "train.py", *how, "--steps", str(args.steps)], check=True, stdout=sys.stderr)
+                start = ["--name", folder.name, "--seed", str(seed), *flags]
+                how = ["--resume", str(folder)] if folder.exists() else start
+                command = [sys.executable, "train.py", *how, "--steps", str(args.steps)]
+                subprocess.run(command, check=True, stdout=sys.stderr)
                 results = json.loads((folder / "eval.json").read_text())
             before.append(results["0"]["em"])
             after.append(results[str(args.steps)]["em"])
             searches.append(results[str(args.steps)]["searches"])
-        cells = [f"{statistics.mean(v):.3f} ± {statistics.stdev(v) if len(v) > 1 else 0:.3f}" for v in (before, after, searches)]
+        cells = [f"{statistics.mean(v):.3f} ± {statistics.stdev(v) if len(v) > 1 else 0:.3f}"
+                 for v in (before, after, searches)]
         print(f"{arm:12} {cells[0]:>15} {cells[1]:>15} {cells[2]:>15}   {' '.join(f'{em:.3f}' for em in after)}")
 
 
