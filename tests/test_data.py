@@ -279,3 +279,24 @@ def test_published_search_r1_rollouts_score_as_published():
         assert (answer or "") == rollout["pred"]
         assert exact_match(answer, rollout["golden_answers"]) == rollout["em"]
         assert f1_score(answer, rollout["golden_answers"]) == pytest.approx(rollout["f1"], abs=1e-6)
+
+
+def test_questions_by_name_and_by_file(tmp_path, monkeypatch):
+    rows = [{"id": str(i), "question": f"q{i}", "golden_answers": ["a"]} for i in range(3)]
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both = f"{tmp_path}/one.jsonl,{tmp_path}/two.jsonl"
+    assert [q.id for q in data.resolve_questions(both, "test")] == ["0", "1", "2"] * 2
+    assert [q.id for q in data.resolve_questions(both, "test", limit=1)] == ["0", "0"]  # the first of each file
+    with pytest.raises(ValueError, match="nowhere.jsonl: no such file, and no benchmark name"):
+        data.resolve_questions("nowhere.jsonl", "train")
+    with pytest.raises(ValueError, match="nq: no such file, and the hub dataset could not be reached"):
+        data.resolve_questions("nq", "train")  # the tests run offline
+
+    def hub(repo, file, repo_type):
+        if file.endswith("test.jsonl"):
+            raise data.RemoteEntryNotFoundError.__new__(data.RemoteEntryNotFoundError)  # its __init__ wants a response
+        return f"{tmp_path}/one.jsonl"
+
+    monkeypatch.setattr(data, "hf_hub_download", hub)
+    assert len(data.resolve_questions("musique", "test")) == 3  # no test split: dev

@@ -191,3 +191,17 @@ def test_unknown_flags_and_a_missing_model_are_errors(capsys):
         with pytest.raises(SystemExit) as stop:
             evaluation.main(arguments)
         assert stop.value.code == 2
+
+
+def test_without_questions_the_world_of_the_run_is_used(run, toy, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="no checkpoint of the embedded world; give --questions and --corpus"):
+        evaluation.main(["--model", f"{toy}/model"])
+    made = tmp_path / "world-7"
+    made.mkdir()
+    shutil.copy(toy / "second.jsonl", made / "heldout.jsonl")
+    asked = []
+    monkeypatch.setattr(evaluation.world, "prepare", lambda cache, seed: asked.append((cache, seed)) or made)
+    shutil.copytree(toy / "model", tmp_path / "runs/a/checkpoint-000001")
+    (tmp_path / "runs/a/config.json").write_text(json.dumps({"model": "", "seed": 7, "cache": "c"}))
+    evaluation.main(["--model", f"{tmp_path}/runs/a/checkpoint-000001", "--max-context", "200"])
+    assert asked == [("c", 7)]

@@ -426,3 +426,14 @@ def test_warm_start_sees_every_demonstration_once_per_epoch(tokenizer, demonstra
 def test_warm_start_without_demonstrations_is_an_error(model):
     with pytest.raises(ValueError, match="no demonstrations"):
         warm_start(model, [], 1, 1, 1e-3, 100, 0)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    model = make_model(make_tokenizer())
+    optimizer = MasterAdamW(model, 0.1, (0.9, 0.999), 0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    with pytest.raises(FloatingPointError, match="gradient norm is nan"):
+        optimizer.step(0.1, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))

@@ -134,6 +134,8 @@ def test_presets_and_flags(tmp_path, monkeypatch):
     config, _, _ = parse_config(["--model", "M", "--questions", "F", "--corpus", "C"])  # the paper's settings
     assert config.preset == "search-r1" and config.learning_rate == 1e-6 and config.max_context == 4096
     assert (config.model, config.questions, config.corpus, config.eval_questions) == ("M", "F", "C", "")
+    config, _, _ = parse_config(["--preset", "search-r1", "--corpus", "http://host/retrieve", "--steps", "3"])
+    assert (config.corpus, config.steps, config.questions) == ("http://host/retrieve", 3, "nq,hotpotqa")
     for preset in train.PRESETS.values():  # every key of a preset is a flag, and the preset passes the checks
         train.check_config(Config(**preset))
 
