@@ -29,7 +29,8 @@ leave a choice it is ours, and this is the numbered list of possible departures 
 
  1. A group is the G rollouts of one question *occurrence*: the same question twice in a batch is two groups.
  2. A stratum is a pair (group, label), in (6) and everywhere: the same label in another group is another stratum. The
-    label is the number of *executed* searches; a search asked for when none was allowed any more does not count.
+    label is the number of *executed* searches: an empty query is one; a search asked for when none was allowed any
+    more, or whose passages did not fit the context, is not.
  3. The standard deviations in (5) and (6) are population ones (divide by n). Only then do the claims hold as eps -> 0:
     in every stratum with spread E[A_SAN] = 0 and Var[A_SAN] = 1; over a group Var[A_SAN] = the share of rollouts whose
     stratum has spread; rewards a R + b with a > 0 give the same advantages. verl, Search-R1 and TRL divide by n - 1.
