@@ -132,7 +132,7 @@ def parse_config(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("--resume", metavar="RUN",
-                        help="run folder to go on with; only these flags may change: " + ", ".join(CHANGEABLE))
+                        help="run folder to go on with; only these flags may change: " + ", ".join(CHANGEABLE).replace("_", "-"))
     for f in dataclasses.fields(Config):
         paper = {**PRESETS["search-r1"], **PAPER_DATA}.get(f.name, f.default)
         defaults = f"{f.default!r}" + (f"; search-r1: {paper!r}" if paper != f.default else "")

@@ -11,7 +11,7 @@ from transformers import (Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHea
 import rollout as module
 from data import Question
 from policy import check_vocabulary_logits, pad_trajectories, token_logprobs
-from rollout import (SEARCH_R1, Codec, Protocol, Row, Trajectory, answer_searches, load_demonstrations, load_protocol,
+from rollout import (SEARCH_R1, Codec, Protocol, Row, load_demonstrations, load_protocol,
                      record, replay, rollout, sample, save_protocol)
 
 PROTOCOL = Protocol(prompt="Q: {question}\n", retry="again\n", max_searches=2, max_turn_tokens=24,
@@ -50,9 +50,7 @@ def test_greedy_equals_generate_and_rescoring_equals_sampling(family, tokenizer)
         generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False,
                                    pad_token_id=0)
         generated = generated[0, prompt.shape[1] :].tolist()
-        assert trajectory.response_ids == generated[: len(trajectory.response_ids)]
-        assert (len(trajectory.response_ids) == len(generated) or trajectory.finish == "answer"
-                or trajectory.n_searches == 0)
+        assert trajectory.response_ids == generated  # a random model closes no tag, so only EOS or the limit ends it
     sampled = rollout(model, tokenizer, QUESTIONS, FakeRetriever(), PROTOCOL, 3, slots=4, max_context=250,
                       generator=torch.Generator().manual_seed(0))
     ids, mask = pad_trajectories(sampled, "cpu")

@@ -1,7 +1,5 @@
 """The embedded world: what its questions promise, what its demonstrations say, and that it is a function of the
 seed."""
-import random
-
 import pytest
 import torch
 from conftest import FakeRetriever
