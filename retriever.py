@@ -53,6 +53,11 @@ class Passage:
     score: float
 
 
+def cache_folder(given=None):
+    """The folder for what is built once: `given`, else stratgrpo in $XDG_CACHE_HOME or ~/.cache."""
+    return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "stratgrpo"))
+
+
 def to_passage(document, score, id=None):
     """Passage from a stored {"contents"} or {"title", "text"}; servers may send no id, then the title stands in."""
     if "contents" in document:
@@ -202,9 +207,8 @@ class BM25Retriever:
     def __init__(self, corpus, k1=0.9, b=0.4, cache_dir=None):
         if not (k1 >= 0 and 0 <= b <= 1):
             raise ValueError(f"BM25 needs k1 >= 0 and 0 <= b <= 1, got k1={k1}, b={b}")
-        cache_dir = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "stratgrpo")
         is_index = Path(corpus).is_dir()
-        folder = Path(corpus) if is_index else build_index(corpus, Path(cache_dir))
+        folder = Path(corpus) if is_index else build_index(corpus, cache_folder(cache_dir))
         self.jnius = start_java()
         try:
             self.searcher = self.jnius.autoclass("io.anserini.search.SimpleSearcher")(str(folder))

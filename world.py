@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from data import load_questions
 from policy import warm_start
-from retriever import open_retriever
+from retriever import cache_folder, open_retriever
 from rollout import Protocol, load_demonstrations, save_protocol
 
 TINY = Protocol(prompt="{question}\n", retry="\nThat was not valid .\n", passage="{text}\n", max_searches=3,
@@ -266,8 +266,7 @@ def prepare(cache="", seed=0, log=print):
     The warm start is one pass: first right demonstrations with one passage a search (a short course in reading and
     copying), then noisy ones with the protocol's three.
     """
-    root = pathlib.Path(cache or pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-                        / "stratgrpo")
+    root = cache_folder(cache)
     here = pathlib.Path(__file__).parent
     source = b"".join((here / name).read_bytes() for name in ("world.py", "policy.py", "rollout.py"))
     folder = root / f"world-{seed}-{hashlib.sha256(source).hexdigest()[:12]}"
