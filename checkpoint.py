@@ -45,13 +45,20 @@ def append_line(path, *rows):
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+def read_lines(path):
+    """The rows of a jsonl file of this run; none if there is no file yet."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]  # bytes: see trim
+
+
 def write_json(path, value):
     aside = path.with_suffix(".tmp")
     aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(aside, path)
 
 
-def save_checkpoint(folder, step, model, tokenizer, protocol, optimizer):
+def save_checkpoint(folder, step, model, tokenizer, protocol, optimizer, critic=None):
     """Write checkpoint-STEP aside, rename it, then remove older ones: at any moment there is a whole one, or none
     yet."""
     target, aside = folder / f"checkpoint-{step:06d}", folder / "checkpoint.tmp"
@@ -61,6 +68,8 @@ def save_checkpoint(folder, step, model, tokenizer, protocol, optimizer):
         tokenizer.save_pretrained(aside)
         save_protocol(protocol, aside)
         torch.save(optimizer.state_dict(), aside / "optimizer.pt")
+        if critic:
+            torch.save(critic.state_dict(), aside / "critic.pt")
         shutil.rmtree(target, ignore_errors=True)
         os.replace(aside, target)
     except (OSError, SafetensorError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError

@@ -83,11 +83,12 @@ def load_protocol(folder):
 
 @dataclass
 class Search:
-    """One executed search: the query, the ids of the passages returned, and whether one of them contains a golden
-    answer."""
+    """One executed search: the query, the ids of the passages returned, whether one of them contains a golden answer,
+    and where in the response they begin."""
     query: str
     passage_ids: list[str]
     hit: bool
+    position: int = 0                   # index into response_ids of the first forced token
 
 
 @dataclass
@@ -104,6 +105,8 @@ class Trajectory:
     finish: str = ""                    # "answer", "turns" (none left) or "length" (context full)
     answer: str | None = None
     reward: float = 0.0
+    stratum: int = 0                    # set with the advantage, for those who look; nothing is computed from them
+    advantage: float = 0.0
 
     @property
     def n_searches(self):
@@ -235,7 +238,8 @@ def answer_searches(rows, retriever, codec):
         golden = [answer for answer in map(normalize_answer, row.question.golden_answers) if answer]
         texts = [f" {normalize_answer(passage.title + ' ' + passage.text)} " for passage in passages]
         search = Search(row.query, [passage.id for passage in passages],
-                        any(f" {g} " in text for g in golden for text in texts))
+                        any(f" {g} " in text for g in golden for text in texts),
+                        len(row.trajectory.response_ids))
         row.observe(codec.observation(passages))
         if not row.trajectory.finish:  # passages that did not fit were never seen: not executed
             row.trajectory.searches.append(search)

@@ -33,9 +33,11 @@ leave a choice it is ours, and this is the numbered list of possible departures 
     more, or whose passages did not fit the context, is not.
  3. The standard deviations in (5) and (6) are population ones (divide by n). Only then do the claims hold as eps -> 0:
     in every stratum with spread E[A_SAN] = 0 and Var[A_SAN] = 1; over a group Var[A_SAN] = the share of rollouts whose
-    stratum has spread; rewards a R + b with a > 0 give the same advantages. verl, Search-R1 and TRL divide by n - 1.
+    stratum has spread; rewards a R + b with a > 0 give the same advantages. verl, Search-R1 and TRL divide by n - 1:
+    that is ddof=1.
  4. A group in (5), a stratum in (6), of one rollout or without spread gives exactly 0. Spread means max > min, never a
-    small std: the float32 std of equal rewards need not be 0. (verl hands a lone rollout its raw reward.)
+    small std: the float32 std of equal rewards need not be 0. (verl hands a lone rollout its raw reward.) What else
+    may be done with a small stratum: see stratified_advantages.
  5. The mean in (8) runs over the sampled tokens of the whole optimizer batch, whatever the micro-batches are, so a long
     rollout weighs more than a short one. reduction="sequence-mean": the mean over rollouts of each one's token mean.
  6. (8) clips token ratios, without dual clip and without a clamp on logp - logp_old (verl: c = 3 and +-20). (9) belongs
@@ -60,7 +62,7 @@ import torch
 # advantages. every tensor is 1-D over the N rollouts of a batch, all questions mixed, in any order
 
 
-def _check_rollouts(rewards, **labels):
+def check_rollouts(rewards, **labels):
     """one clear ValueError before any arithmetic: a NaN reward would poison its whole group in silence"""
     if not isinstance(rewards, torch.Tensor) or rewards.ndim != 1 or not rewards.is_floating_point():
         raise ValueError("rewards must be a 1-D float tensor with one entry per rollout")
@@ -84,57 +86,120 @@ def _pair(groups, strata):
     return groups * len(labels) + strata  # (N,)
 
 
-def _moments(values, cells):
-    """population moments of the C distinct cells, in sorted order, and the (N,) index from each rollout to its cell"""
+def _moments(values, cells, ddof=0):
+    """moments of the C distinct cells, in sorted order, and the (N,) index from each rollout to its cell"""
     _, index, count = cells.unique(return_inverse=True, return_counts=True)  # (N,), (C,)
     values = values.double()  # a float32 sum over a million rollouts loses digits
     zeros = values.new_zeros(len(count))  # (C,)
     mean = zeros.index_add(0, index, values) / count  # (C,)
-    std = (zeros.index_add(0, index, (values - mean[index]) ** 2) / count).sqrt()  # (C,)
+    squares = zeros.index_add(0, index, (values - mean[index]) ** 2)  # (C,)
+    std = (squares / (count - ddof).clamp(min=1)).sqrt()  # (C,)
     highest = zeros.scatter_reduce(0, index, values, "amax", include_self=False)  # (C,)
     lowest = zeros.scatter_reduce(0, index, values, "amin", include_self=False)  # (C,)
     return index, count, mean, std, highest > lowest
 
 
-def _normalise(rewards, cells, eps):
+def _check_options(eps, ddof):
     if not eps >= 0:
         raise ValueError(f"eps is {eps}: it must be >= 0")
-    index, _, mean, std, has_spread = _moments(rewards, cells)
+    if ddof not in (0, 1):
+        raise ValueError(f"ddof is {ddof}: it must be 0 (divide by n) or 1 (divide by n - 1)")
+
+
+def group_advantages(rewards, groups, eps=1e-6, ddof=0):
+    """GRPO, equation (5).
+
+    rewards (N,) float, groups (N,) integer labels -> (N,) advantages in the dtype of rewards.
+    Raises ValueError naming the argument: wrong shape or dtype, empty batch, NaN or infinite reward, eps < 0, ddof not
+    0 or 1.
+    """
+    check_rollouts(rewards, groups=groups)
+    _check_options(eps, ddof)
+    index, _, mean, std, has_spread = _moments(rewards, groups, ddof)
     advantages = (rewards.double() - mean[index]) / (std[index] + eps)  # (N,)
     # convention 4. a lone rollout has no spread either
     return torch.where(has_spread[index], advantages, 0.0).to(rewards.dtype)  # (N,)
 
 
-def group_advantages(rewards, groups, eps=1e-6):
-    """GRPO, equation (5).
+def pool_small_strata(groups, strata, min_stratum):
+    """Merge every stratum of fewer than min_stratum rollouts with the stratum of its group whose label is nearest.
 
-    rewards (N,) float, groups (N,) integer labels -> (N,) advantages in the dtype of rewards.
-    Raises ValueError naming the argument: wrong shape or dtype, empty batch, NaN or infinite reward, eps < 0.
+    groups and strata (N,) integer labels -> (N,) labels. The smallest stratum goes first, of equal ones that with the
+    lower label; of two equally near neighbours it joins the lower. A group too small altogether becomes one stratum.
     """
-    _check_rollouts(rewards, groups=groups)
-    return _normalise(rewards, groups, eps)
+    pooled = strata.tolist()
+    members = {}
+    for i, group in enumerate(groups.tolist()):
+        members.setdefault(group, {}).setdefault(pooled[i], []).append(i)
+    for cells in members.values():
+        while len(cells) > 1:
+            label = min(cells, key=lambda label: (len(cells[label]), label))
+            if len(cells[label]) >= min_stratum:
+                break
+            nearest = min(cells.keys() - {label}, key=lambda other: (abs(other - label), other))
+            cells[nearest] += cells.pop(label)
+        for label, indices in cells.items():
+            for i in indices:
+                pooled[i] = label
+    return torch.tensor(pooled, dtype=strata.dtype, device=strata.device)  # (N,)
 
 
-def stratified_advantages(rewards, groups, strata, eps=1e-6):
+SMALL_STRATA = ("zero", "center", "pool", "shrink")
+
+
+def stratified_advantages(rewards, groups, strata, eps=1e-6, ddof=0, min_stratum=2, small="zero", tau=4.0):
     """SAN, equation (6): a rollout is compared with the rollouts of its own group and stratum only.
 
     rewards (N,) float, groups and strata (N,) integer labels -> (N,) advantages in the dtype of rewards.
-    Raises ValueError as group_advantages does.
+
+    The mean and std of two or three rewards are noise. small says what becomes of a stratum of n_k < min_stratum:
+      zero      A_SAN = 0. with min_stratum=2, the default, this concerns lone rollouts only, which have 0 anyway
+      center    R - mean_k, not divided by s_k
+      pool      merged with the nearest stratum first, see pool_small_strata
+      shrink    mean_k and s_k are drawn towards the group's mean and s: w mean_k + (1 - w) mean, the same for s,
+                w = n_k / (n_k + tau). Only here may A_SAN of a stratum not sum to 0: part of the bias (3) comes back
+    These rules are ours; the abstract of the paper is silent on small strata.
+    Raises ValueError as group_advantages does, and for min_stratum < 1, an unknown rule, tau < 0.
     """
-    _check_rollouts(rewards, groups=groups, strata=strata)
-    return _normalise(rewards, _pair(groups, strata), eps)
+    check_rollouts(rewards, groups=groups, strata=strata)
+    _check_options(eps, ddof)
+    if min_stratum < 1 or not tau >= 0:
+        raise ValueError(f"min_stratum is {min_stratum}, tau {tau}: they must be >= 1 and >= 0")
+    if small not in SMALL_STRATA:
+        raise ValueError(f"small is {small!r}: it must be one of {', '.join(SMALL_STRATA)}")
+    if small == "pool":
+        strata = pool_small_strata(groups, strata, min_stratum)  # (N,)
+    cells = _pair(groups, strata)  # (N,)
+    # a stratum is treated as GRPO treats a group
+    advantages = group_advantages(rewards.double(), cells, eps, ddof)  # (N,)
+    index, count, mean, std, _ = _moments(rewards, cells, ddof)
+    count, mean, std = count[index], mean[index], std[index]  # (N,) each
+    if small == "zero":
+        replacement = torch.zeros_like(advantages)
+    elif small == "center":
+        replacement = rewards.double() - mean
+    elif small == "shrink":
+        group, _, group_mean, group_std, has_spread = _moments(rewards, groups, ddof)
+        weight = count / (count + tau)
+        mean = weight * mean + (1 - weight) * group_mean[group]
+        std = weight * std + (1 - weight) * group_std[group]
+        replacement = torch.where(has_spread[group], (rewards.double() - mean) / (std + eps), 0.0)
+    else:
+        replacement = advantages  # pooled: a stratum that is still small is its whole group
+    return torch.where(count < min_stratum, replacement, advantages).to(rewards.dtype)  # (N,)
 
 
-def blended_advantages(rewards, groups, strata, alpha, eps=1e-6):
+def blended_advantages(rewards, groups, strata, alpha, eps=1e-6, ddof=0, **small_strata):
     """Stratified GRPO, equation (7). alpha = 0 is GRPO; alpha = 1 is SAN, which never prefers one stratum to another.
 
     rewards (N,) float, groups and strata (N,) integer labels -> (N,) advantages in the dtype of rewards.
-    Raises ValueError as group_advantages does, and for alpha outside [0, 1] or NaN.
+    small_strata: min_stratum, small and tau of stratified_advantages.
+    Raises ValueError as stratified_advantages does, and for alpha outside [0, 1] or NaN.
     """
     if not 0 <= alpha <= 1:  # false for NaN, too
         raise ValueError(f"alpha is {alpha}: it must lie in [0, 1]")
-    stratified = stratified_advantages(rewards, groups, strata, eps)  # (N,)
-    return alpha * stratified + (1 - alpha) * group_advantages(rewards, groups, eps)  # (N,)
+    stratified = stratified_advantages(rewards, groups, strata, eps, ddof, **small_strata)  # (N,)
+    return alpha * stratified + (1 - alpha) * group_advantages(rewards, groups, eps, ddof)  # (N,)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -242,36 +307,42 @@ def kl_k3(logprobs, ref_logprobs):
 # diagnostics
 
 
-def stratum_report(rewards, groups, strata):
+def stratum_report(rewards, groups, strata, advantages=None):
     """What stratifying sees in a batch, as plain Python numbers ready for json.
 
-    rewards (N,) float, groups and strata (N,) integer labels -> dict
+    rewards (N,) float, groups and strata (N,) integer labels, advantages (N,) float or None -> dict
       strata           {str(label): {...}} over all groups, in the order of the labels (json wants strings as keys)
         count, share   rollouts with this label, and their share of the batch
         reward_mean, reward_std   of these rollouts, population
         bias           mean over these rollouts of mean_k - mean, the bracket of (3): what GRPO pays for the label alone
+        advantage_mean, advantage_var   of the advantages of these rollouts, population; only with advantages. The mean
+                       is the push on the label itself, the variance the push inside it
       var_group        Var[A_G], population variance over the batch
       var_stratum      Var[A_S]
       gap              the right side of (4), from the means alone; equals var_group - var_stratum
-      dead_share       share of rollouts with A_SAN = 0: SAN learns nothing from them
+      theorem1_error   |var_group - var_stratum - gap|, rounding error and nothing else
+      dead_share       share of rollouts with A_SAN = 0 (no rule for small strata): SAN learns nothing from them
       singleton_share  share of rollouts that are alone in their stratum
     Raises ValueError as group_advantages does.
     """
-    _check_rollouts(rewards, groups=groups, strata=strata)
+    check_rollouts(rewards, groups=groups, strata=strata)
     group, _, group_mean, _, _ = _moments(rewards, groups)
     stratum, stratum_count, stratum_mean, _, _ = _moments(rewards, _pair(groups, strata))
     bias = stratum_mean[stratum] - group_mean[group]  # (N,)
     _, count, reward_mean, reward_std, _ = _moments(rewards, strata)  # by label, over all groups
-    bias_mean = _moments(bias, strata)[2]
-    columns = (strata.unique(), count, reward_mean, reward_std, bias_mean)  # (labels,) each, labels in sorted order
+    columns = {"count": count, "share": count / len(rewards), "reward_mean": reward_mean, "reward_std": reward_std,
+               "bias": _moments(bias, strata)[2]}  # (labels,) each, labels in sorted order
+    if advantages is not None:
+        _, _, columns["advantage_mean"], advantage_std, _ = _moments(advantages, strata)
+        columns["advantage_var"] = advantage_std**2
+    rows = zip(*(column.tolist() for column in columns.values()))
+    var_group = ((rewards.double() - group_mean[group]) ** 2).mean().item()  # A_G and A_S have mean 0
+    var_stratum = ((rewards.double() - stratum_mean[stratum]) ** 2).mean().item()
+    gap = (bias**2).mean().item()  # a mean over rollouts, so every stratum counts n_k times
     return {
-        "strata": {
-            str(label): {"count": n, "share": n / len(rewards), "reward_mean": mean, "reward_std": std, "bias": b}
-            for label, n, mean, std, b in zip(*(column.tolist() for column in columns))
-        },
-        "var_group": ((rewards.double() - group_mean[group]) ** 2).mean().item(),  # A_G and A_S have mean 0
-        "var_stratum": ((rewards.double() - stratum_mean[stratum]) ** 2).mean().item(),
-        "gap": (bias**2).mean().item(),  # a mean over rollouts, so every stratum counts n_k times
+        "strata": {str(label): dict(zip(columns, row)) for label, row in zip(strata.unique().tolist(), rows)},
+        "var_group": var_group, "var_stratum": var_stratum, "gap": gap,
+        "theorem1_error": abs(var_group - var_stratum - gap),
         "dead_share": (stratified_advantages(rewards, groups, strata) == 0).double().mean().item(),
         "singleton_share": (stratum_count[stratum] == 1).double().mean().item(),
     }

@@ -2,7 +2,8 @@
 train.py — train a search agent with Stratified GRPO, read top to bottom.
 
     python train.py                         # the embedded world (world.py), a tiny policy, minutes on a laptop CPU
-    python train.py --advantage grpo        # the same run with GRPO's advantages; san: without the blend
+    python train.py --advantage grpo        # the same run with another estimator: see stratgrpo.py, baselines.py
+    python train.py --strata placement      # the same run with another idea of "same structure": see strata.py
     python train.py --model DIR --questions F --corpus F --eval-questions F     # your model and data
     python train.py --preset search-r1      # the paper's setting: Qwen2.5-3B, NQ + HotpotQA, 2018 Wikipedia; one GPU
     python train.py --resume runs/NAME      # go on after an interruption
@@ -35,14 +36,18 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
+import strata
 import world
-from checkpoint import append_line, hold_interrupts, latest_checkpoint, save_checkpoint, trim, write_json
+from baselines import Critic, dr_grpo_advantages, reinforce_advantages, rloo_advantages
+from checkpoint import (append_line, hold_interrupts, latest_checkpoint, read_lines, save_checkpoint, trim,
+                        write_json)
 from data import exact_match, resolve_questions, score
 from policy import (MasterAdamW, choose_device, load_policy, micro_batches, out_of_memory_names, pad_trajectories,
                     token_logprobs, warm_start)
 from retriever import RetrieverError, open_retriever
 from rollout import Codec, load_demonstrations, load_protocol, record, rollout
-from stratgrpo import blended_advantages, group_advantages, kl_k3, ppo_clip_loss, stratified_advantages, stratum_report
+from stratgrpo import (SMALL_STRATA, blended_advantages, group_advantages, kl_k3, ppo_clip_loss, stratified_advantages,
+                       stratum_report)
 
 
 def flag(default, text, **metadata):
@@ -69,14 +74,28 @@ class Config:
     sft_batch: int = flag(32, "demonstrations per such step")
     sft_learning_rate: float = flag(1e-5, "peak learning rate of the warm start")
     # the method
-    advantage: str = flag("stratified", "stratified: alpha SAN + (1 - alpha) GRPO",
-                          choices=["stratified", "san", "grpo"])
-    alpha: float = flag(0.6, "share of SAN in the stratified advantage, in [0, 1]")
+    advantage: str = flag("stratified", "stratified: alpha SAN + (1 - alpha) GRPO; the others are its rivals",
+                          choices=["stratified", "san", "grpo", "dr-grpo", "rloo", "reinforce", "ppo"])
+    alpha: str = flag("0.6", "share of SAN in the stratified advantage, in [0, 1]; 0.9:0.3 goes linearly from the "
+                      "first step to the last of --steps")
+    strata: str = flag("searches", f"what is the same structure: {', '.join(strata.NAMES)}, or module:function")
+    min_stratum: int = flag(2, "strata with fewer rollouts are small")
+    small_strata: str = flag("zero", "their SAN advantage. zero; center: not divided by the std; pool: with the "
+                             "nearest stratum; shrink: towards the group by n / (n + tau)", choices=SMALL_STRATA)
+    shrink_tau: float = flag(4.0, "tau of --small-strata shrink")
+    ddof: int = flag(0, "0: stds divide by n, for which the paper's theorems hold; 1: by n - 1, as verl and TRL do",
+                     choices=[0, 1])
+    resample: int = flag(0, "DAPO: drop groups whose rollouts all earn the same, and fill up with other questions, "
+                         "in at most this many rounds")
+    gae_lambda: float = flag(1.0, "ppo: lambda of generalised advantage estimation, in [0, 1]")
+    critic_learning_rate: float = flag(1e-3, "ppo: AdamW learning rate of the value head")
+    critic_sees_searches: bool = flag(False, "ppo: the value may depend on the number of searches so far")
     loss: str = flag("token-mean", "mean over the tokens, or over the rollouts, of a mini-batch",
                      choices=["token-mean", "sequence-mean"])
     clip_low: float = flag(0.2, "PPO: ratios below 1 - clip_low earn nothing more")
-    clip_high: float = flag(0.2, "PPO: ratios above 1 + clip_high earn nothing more")
+    clip_high: float = flag(0.2, "PPO: ratios above 1 + clip_high earn nothing more; DAPO: 0.28")
     kl: float = flag(0.0, "weight of the k3 KL to the frozen initial policy; 0: no reference model")
+    log_kl: bool = flag(False, "keep the reference model, to log that KL, though --kl is 0")
     # rollouts
     steps: int = flag(40, "RL steps")
     questions_per_step: int = flag(16, "questions per step")
@@ -148,7 +167,10 @@ def parse_config(arguments):
         if not (folder / "config.json").is_file() or not latest_checkpoint(folder):
             raise ValueError(f"--resume {resume}: no config.json and checkpoint in this folder, nothing to go on with")
         saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if fixed := [key for key in given if key not in CHANGEABLE and given[key] != saved[key]]:
+        fixed = [key for key in given if key not in CHANGEABLE and given[key] != saved[key]]
+        if ":" in saved["alpha"] and given.get("steps", saved["steps"]) != saved["steps"]:
+            fixed.append("steps")  # they are what the schedule of alpha runs over
+        if fixed:
             raise ValueError(f"--resume keeps the run's settings: --{fixed[0].replace('_', '-')} cannot change")
         config = Config(**{**saved, **given})
     else:
@@ -169,19 +191,30 @@ def check_config(config):
 
     require(config.rollouts_per_question >= 2, "rollouts_per_question",
             "an advantage compares rollouts, give at least 2")
-    require(0 <= config.alpha <= 1, "alpha", "must lie in [0, 1]")
+    try:
+        valid = all(0 <= alpha <= 1 for alpha in alpha_ends(config))
+    except ValueError:
+        valid = False
+    require(valid, "alpha", "must lie in [0, 1], or be a schedule of two such numbers, 0.9:0.3")
+    if ":" in config.strata:
+        strata.load_function(config.strata)
+    else:
+        require(config.strata in strata.NAMES, "strata", f"give one of {', '.join(strata.NAMES)}, or module:function")
+    require(0 <= config.gae_lambda <= 1, "gae_lambda", "must lie in [0, 1]")
+    require(not config.critic_sees_searches or config.advantage == "ppo", "critic_sees_searches",
+            "needs --advantage ppo")
     require(config.temperature > 0, "temperature", "must be above 0 in training")
     for name in ("questions_per_step", "slots", "mini_batch", "micro_batch_tokens", "epochs", "max_context",
-                 "sft_batch", "dump_every"):
+                 "sft_batch", "dump_every", "min_stratum"):
         require(getattr(config, name) >= 1, name, "must be at least 1")
     require(config.clip_low <= 1, "clip_low", "must lie in [0, 1]")
     for name, least in (("max_searches", 0), ("passages", 1), ("max_turn_tokens", 1), ("max_observation_tokens", 1)):
         value = getattr(config, name)
         require(value >= least or value == -1, name, f"must be at least {least}, or -1: as the protocol says")
     for name in ("steps", "sft_steps", "warmup_steps", "eval_every", "eval_limit", "save_every", "threads", "kl",
-                 "weight_decay", "clip_low", "clip_high"):
+                 "weight_decay", "clip_low", "clip_high", "shrink_tau", "resample"):
         require(getattr(config, name) >= 0, name, "must not be negative")
-    for name in ("learning_rate", "sft_learning_rate", "max_grad_norm"):
+    for name in ("learning_rate", "sft_learning_rate", "max_grad_norm", "critic_learning_rate"):
         require(getattr(config, name) > 0, name, "must be above 0")
     for name in ("questions", "corpus") if config.model else ():
         require(getattr(config, name), name, "is needed with --model")
@@ -216,26 +249,81 @@ def questions_of_step(questions, config, step):
     return [questions[question_order(len(questions), config.seed, epoch)[i]] for epoch, i in places]
 
 
-def compute_advantages(trajectories, config):
-    """-> (N,) float64 advantages, and the stratum report. A stratum: same question occurrence, same number of executed
-    searches."""
+def collect(sample, questions, config, step):
+    """-> trajectories to learn from, trajectories sampled, and the question of each group.
+
+    sample(questions) -> trajectories with rewards. With --resample, DAPO's dynamic sampling (arXiv 2503.14476): groups
+    whose rollouts all earn the same teach nothing; they are dropped, and other questions are asked in their place.
+    """
+    batch = questions_of_step(questions, config, step)
+    sampled = sample(batch)
+    if not config.resample:
+        return sampled, sampled, batch
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+    missing, kept = config.questions_per_step, []
+    for trial in range(config.resample + 1):
+        if trial:
+            drawn = torch.randint(len(questions), (missing,), generator=generator).tolist()
+            more = sample([questions[i] for i in drawn])
+            for trajectory in more:
+                trajectory.group += len(batch)  # groups are numbered through all rounds
+            batch, sampled = batch + [questions[i] for i in drawn], sampled + more
+        rewards = {}
+        for trajectory in sampled:
+            rewards.setdefault(trajectory.group, set()).add(trajectory.reward)
+        kept = [t for t in sampled if len(rewards[t.group]) > 1]
+        missing = config.questions_per_step - len({t.group for t in kept})
+        if missing == 0:
+            break
+    return kept, sampled, batch
+
+
+def alpha_ends(config):
+    """"0.6" -> [0.6]; "0.9:0.3" -> [0.9, 0.3]. ValueError: not one or two numbers."""
+    start, *end = map(float, config.alpha.split(":"))
+    if len(end) > 1:
+        raise ValueError(f"alpha {config.alpha}")
+    return [start, *end]
+
+
+def alpha_at(config, step):
+    """Alpha of step 0, 1, ...: linear between the ends, which the first and the last step of --steps have exactly."""
+    start, end = alpha_ends(config)[0], alpha_ends(config)[-1]
+    return start + (end - start) * step / max(1, config.steps - 1)
+
+
+def compute_advantages(trajectories, config, step=0, memory=()):
+    """-> (N,) float64 advantages, and (N,) strata. A group is a question occurrence; --strata says what a stratum is.
+    With ppo the advantages are 0, the critic knows better."""
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)       # (N,)
     groups = torch.tensor([t.group for t in trajectories])                              # (N,)
-    strata = torch.tensor([t.n_searches for t in trajectories])                         # (N,)
-    if config.advantage == "grpo":
-        advantages = group_advantages(rewards, groups)
+    seed = config.seed * 1_000_003 + step
+    labels = torch.tensor(strata.label(trajectories, config.strata, seed, memory))      # (N,)
+    rules = dict(ddof=config.ddof, min_stratum=config.min_stratum, small=config.small_strata, tau=config.shrink_tau)
+    if config.advantage == "stratified":
+        advantages = blended_advantages(rewards, groups, labels, alpha_at(config, step), **rules)
     elif config.advantage == "san":
-        advantages = stratified_advantages(rewards, groups, strata)
+        advantages = stratified_advantages(rewards, groups, labels, **rules)
+    elif config.advantage == "grpo":
+        advantages = group_advantages(rewards, groups, ddof=config.ddof)
+    elif config.advantage == "dr-grpo":
+        advantages = dr_grpo_advantages(rewards, groups)
+    elif config.advantage == "rloo":
+        advantages = rloo_advantages(rewards, groups)
+    elif config.advantage == "reinforce":
+        advantages = reinforce_advantages(rewards)
     else:
-        advantages = blended_advantages(rewards, groups, strata, config.alpha)
-    return advantages, stratum_report(rewards, groups, strata)
+        advantages = torch.zeros_like(rewards)
+    return advantages, labels                                                           # (N,) x 2
 
 
 def padded(values, trajectories, like):
-    """Per-token lists over the responses -> (B, T) float tensor aligned with pad_trajectories."""
+    """Per-token values of the responses -> (B, T) float tensor aligned with pad_trajectories, 0 elsewhere. A value of
+    length 1 is that of every token."""
     out = torch.zeros(like.shape, device=like.device)
     for row, (value, trajectory) in enumerate(zip(values, trajectories)):
-        out[row, len(trajectory.prompt_ids) : len(trajectory)] = torch.tensor(value, device=like.device)
+        response = torch.as_tensor(value, device=like.device)[: len(trajectory.response_ids)]
+        out[row, len(trajectory.prompt_ids) : len(trajectory)] = response
     return out
 
 
@@ -243,8 +331,11 @@ COMBINE = {"ratio_min": min, "ratio_max": max}  # the other statistics add up
 
 
 def update(model, optimizer, reference, trajectories, advantages, config, step):
-    """PPO epochs over the rollouts of one step, in place. -> statistics averaged over the optimizer steps."""
-    advantages = dict(zip(map(id, trajectories), advantages.tolist()))
+    """PPO epochs over the rollouts of one step, in place. -> statistics averaged over the optimizer steps.
+
+    advantages (N,), or (N, R): one for every response token, padded to the longest of R.
+    """
+    advantages = dict(zip(map(id, trajectories), advantages.reshape(len(trajectories), -1)))  # (1,) or (R,) each
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     learning_rate = config.learning_rate * min(1.0, (step + 1) / (config.warmup_steps + 1))
     history = []
@@ -256,7 +347,7 @@ def update(model, optimizer, reference, trajectories, advantages, config, step):
             # left out
             total_tokens = sum(sum(t.sampled) for t in batch)
             denominator = total_tokens if config.loss == "token-mean" else len(batch)
-            batch = [t for t in batch if advantages[id(t)] != 0 or reference]
+            batch = [t for t in batch if advantages[id(t)].any() or reference]
             trained_tokens = sum(sum(t.sampled) for t in batch)
             if not batch:
                 continue
@@ -265,7 +356,7 @@ def update(model, optimizer, reference, trajectories, advantages, config, step):
                 ids, sampled = pad_trajectories(part, model.device)                                        # (B, T) x 2
                 logprobs, entropy = token_logprobs(model, ids, sampled, config.temperature)                # (B, T) x 2
                 old_logprobs = padded([t.logprobs for t in part], part, ids)                               # (B, T)
-                advantage = torch.tensor([advantages[id(t)] for t in part], device=model.device)           # (B,)
+                advantage = padded([advantages[id(t)] for t in part], part, ids)                           # (B, T)
                 loss, statistics = ppo_clip_loss(logprobs, old_logprobs, advantage, sampled, config.clip_low,
                                                  config.clip_high, config.loss, denominator, total_tokens)
                 statistics["entropy"] = entropy.sum() / total_tokens
@@ -290,6 +381,57 @@ def update(model, optimizer, reference, trajectories, advantages, config, step):
     columns = {key: [row[key] for row in history] for key in (history[0] if history else ())}
     statistics = {key: COMBINE[key](v) if key in COMBINE else sum(v) / len(v) for key, v in columns.items()}
     return {**statistics, "learning_rate": learning_rate, "optimizer_steps": len(history)}
+
+
+def learn(model, optimizer, critic, reference, trajectories, config, step, memory):
+    """strata -> advantages -> update. Writes each trajectory's stratum and advantage (ppo: the mean over its tokens)
+    into it; -> statistics, the stratum report among them."""
+    statistics, rewards = {}, torch.tensor([t.reward for t in trajectories], dtype=torch.float64)      # (N,)
+    advantages, labels = compute_advantages(trajectories, config, step, memory)                        # (N,) x 2
+    means = advantages
+    with out_of_memory_names("micro-batch-tokens"):
+        if critic:
+            generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+            advantages, statistics = critic.advantages(model, trajectories, config.gae_lambda, config.epochs,
+                                                       config.mini_batch, config.micro_batch_tokens, generator)
+            means = advantages.sum(1) / torch.tensor([sum(t.sampled) for t in trajectories])           # (N,)
+        report = stratum_report(rewards, torch.tensor([t.group for t in trajectories]), labels, means)
+        if report["theorem1_error"] > 1e-9 * max(1.0, report["var_group"]):
+            raise ArithmeticError(f"Theorem 1 is off by {report['theorem1_error']}: strata or groups are not what they "
+                                  "should be")
+        for trajectory, stratum, advantage in zip(trajectories, labels.tolist(), means.tolist()):
+            trajectory.stratum, trajectory.advantage = stratum, advantage
+        return {**statistics, **report, **update(model, optimizer, reference, trajectories, advantages, config, step)}
+
+
+def shares(trajectories):
+    """Shares of rollouts that go wrong in form: cut by the context, with an invalid turn, without an answer."""
+    count = len(trajectories)
+    return {"truncated_share": sum(t.finish == "length" for t in trajectories) / count,
+            "invalid_share": sum(t.n_invalid > 0 for t in trajectories) / count,
+            "unanswered_share": sum(t.answer is None for t in trajectories) / count}
+
+
+def alarms(metrics, scores):
+    """Signs of a collapse: {what: one line}. metrics of a step, scores: the EM of every step so far."""
+    limits = {  # metric: (sign, threshold, what it means)
+        "truncated_share": (1, 0.5, "most rollouts run out of context; raise --max-context"),
+        "invalid_share": (1, 0.5, "most rollouts neither search nor answer in some turn"),
+        "unanswered_share": (1, 0.5, "most rollouts end without an answer"),
+        "entropy": (-1, 0.01, "nats per token: the policy hardly samples any more, so nothing new is tried"),
+        "approx_kl": (1, 0.1, "nats per token: one step moves the policy far; lower --learning-rate"),
+        "clipfrac": (1, 0.3, "much of the gradient is clipped; lower --learning-rate or --epochs"),
+    }
+    found = {name: f"{name} {metrics[name]:.3f} is {'above' if sign > 0 else 'below'} {limit}: {text}"
+             for name, (sign, limit, text) in limits.items()
+             if name in metrics and sign * (metrics[name] - limit) > 0}
+    stratum, largest = max(metrics.get("strata", {"": {"share": 0.0}}).items(), key=lambda item: item[1]["share"])
+    if largest["share"] > 0.98:
+        found["strata"] = f"stratum {stratum} holds {largest['share']:.1%} of the rollouts: there is no structure left"
+    means = [sum(scores[i : i + 5]) / 5 for i in range(len(scores) - 4)]  # of five steps
+    if means and means[-1] < 0.5 * max(means):
+        found["em"] = f"EM of the last five steps, {means[-1]:.3f}, is below half of the best five, {max(means):.3f}"
+    return found
 
 
 # -----------------------------------------------------------------------------
@@ -356,26 +498,30 @@ def setup(config, folder, resumed):
     try:
         write_json(folder / "config.json", dataclasses.asdict(config))
         reference, step = None, 0
-        optimizer = MasterAdamW(model, config.learning_rate, (0.9, 0.999), config.weight_decay)
+        optimizer, critic = MasterAdamW(model, config.learning_rate, (0.9, 0.999), config.weight_decay), None
+        if config.advantage == "ppo":
+            critic = Critic(model, protocol.max_searches, config.critic_sees_searches, config.critic_learning_rate)
         if checkpoint:
             step = int(checkpoint.name.removeprefix("checkpoint-"))
             optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location=device, weights_only=True))
-            for name in ("metrics.jsonl", "trajectories.jsonl"):
+            if critic:
+                critic.load_state_dict(torch.load(checkpoint / "critic.pt", map_location=device, weights_only=True))
+            for name in ("metrics.jsonl", "trajectories.jsonl", "strata.jsonl"):
                 trim(folder / name, step)
-        elif config.kl:
+        elif config.kl or config.log_kl:
             model.save_pretrained(folder / "reference")
             tokenizer.save_pretrained(folder / "reference")
-        if config.kl:
+        if config.kl or config.log_kl:
             reference = load_policy(folder / "reference", device, dtype)[0].requires_grad_(False)
         if not checkpoint:  # resumable from the start: keeps the warm start, and finds a disk that is too small now
             with hold_interrupts():
-                save_checkpoint(folder, 0, model, tokenizer, protocol, optimizer)
+                save_checkpoint(folder, 0, model, tokenizer, protocol, optimizer, critic)
     except BaseException:  # whatever it was: no half-made run folder is left behind
         if not latest_checkpoint(folder):
             shutil.rmtree(folder)
         raise
     return dict(model=model, tokenizer=tokenizer, protocol=protocol, questions=questions, held_out=held_out,
-                retriever=retriever, reference=reference, optimizer=optimizer, step=step)
+                retriever=retriever, reference=reference, optimizer=optimizer, critic=critic, step=step)
 
 
 def evaluate(config, folder, step, model, tokenizer, protocol, held_out, retriever):
@@ -393,20 +539,32 @@ def evaluate(config, folder, step, model, tokenizer, protocol, held_out, retriev
     return result
 
 
-def train(config, folder, model, tokenizer, protocol, questions, held_out, retriever, reference, optimizer, step):
+def train(config, folder, model, tokenizer, protocol, questions, held_out, retriever, reference, optimizer, critic,
+          step):
     """The loop. `step` counts finished steps, so a checkpoint at any point between two updates is a resumable one."""
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{folder} | {type(model).__name__} {parameters / 1e6:.1f} M parameters, {model.dtype} on {model.device} | "
           f"{len(questions)} training questions | advantage {config.advantage}"
-          + (f", alpha {config.alpha}" if config.advantage == "stratified" else ""))
+          + (f", alpha {config.alpha}" if config.advantage == "stratified" else "") + f", strata: {config.strata}")
     test = functools.partial(evaluate, config, folder, model=model, tokenizer=tokenizer, protocol=protocol,
                              held_out=held_out, retriever=retriever)
-    saved = step
+    memory = read_lines(folder / "strata.jsonl")[-strata.TREE_MEMORY :]  # of past steps, for --strata auto
+    scores = [row["em"] for row in read_lines(folder / "metrics.jsonl")]
+    saved, warned = step, set()
+
+    def sample(batch):
+        """The rollouts of a batch of questions, with rewards."""
+        with out_of_memory_names("slots"):
+            trajectories = rollout(model, tokenizer, batch, retriever, protocol, config.rollouts_per_question,
+                                   config.temperature, config.slots, config.max_context, generator)
+        for trajectory in trajectories:
+            trajectory.reward = exact_match(trajectory.answer, batch[trajectory.group].golden_answers)
+        return trajectories
 
     def save():
         nonlocal saved
         with hold_interrupts():
-            save_checkpoint(folder, step, model, tokenizer, protocol, optimizer)
+            save_checkpoint(folder, step, model, tokenizer, protocol, optimizer, critic)
             saved = step
 
     def due(every):
@@ -418,28 +576,31 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
             test(step)
         while step < config.steps:
             started = time.perf_counter()
-            batch = questions_of_step(questions, config, step)
             generator = torch.Generator(model.device).manual_seed(config.seed * 1_000_003 + step)
-            with out_of_memory_names("slots"):
-                trajectories = rollout(model, tokenizer, batch, retriever, protocol, config.rollouts_per_question,
-                                       config.temperature, config.slots, config.max_context, generator)
-            for trajectory in trajectories:
-                trajectory.reward = exact_match(trajectory.answer, batch[trajectory.group].golden_answers)
-            advantages, report = compute_advantages(trajectories, config)
+            trajectories, sampled, batch = collect(sample, questions, config, step)
             sampled_at = time.perf_counter()
             with hold_interrupts():  # from here the weights change
-                with out_of_memory_names("micro-batch-tokens"):
-                    statistics = update(model, optimizer, reference, trajectories, advantages, config, step)
+                statistics = {"alpha": alpha_at(config, step)} if config.advantage == "stratified" else {}
+                if trajectories:  # with --resample there may be none left
+                    statistics |= learn(model, optimizer, critic, reference, trajectories, config, step, memory)
                 seconds = {"rollout_seconds": sampled_at - started, "update_seconds": time.perf_counter() - sampled_at}
-                metrics = {"step": step, **score([batch[t.group] for t in trajectories], trajectories, interval=False),
-                           **statistics, **report, **seconds}
+                metrics = {"step": step, **score([batch[t.group] for t in sampled], sampled, interval=False),
+                           **shares(sampled), "rollouts": len(sampled), "trained_rollouts": len(trajectories),
+                           **statistics, **seconds}
                 append_line(folder / "metrics.jsonl", metrics)
+                if config.strata == "auto" and trajectories:
+                    memory = [*memory, strata.memory_row(trajectories, step)][-strata.TREE_MEMORY :]
+                    append_line(folder / "strata.jsonl", memory[-1])
                 if step % config.dump_every == 0:
-                    append_line(folder / "trajectories.jsonl", *(
-                        {"step": step, "advantage": a, **record(t, batch[t.group], tokenizer)}
-                        for t, a in zip(trajectories, advantages.tolist())))
+                    append_line(folder / "trajectories.jsonl",
+                                *({"step": step, **record(t, batch[t.group], tokenizer)} for t in trajectories))
                 step += 1
             tqdm.write(step_line(metrics, config))
+            scores.append(metrics["em"])
+            for name, text in alarms(metrics, scores).items():
+                if name not in warned:  # once, not at every step from here on
+                    tqdm.write(f"warning: {text}")
+            warned = set(alarms(metrics, scores))
             bar.update()
             if due(config.save_every):
                 save()
@@ -463,12 +624,12 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
 
 
 def step_line(m, config):
-    """One human line a step: reward is the mean EM; then share and mean reward of every stratum (number of
-    searches)."""
-    strata = " ".join(f"{label}:{s['share']:.0%}/{s['reward_mean']:.2f}" for label, s in m["strata"].items())
+    """One human line a step: reward is the mean EM; then share and mean reward of every stratum."""
+    cells = " ".join(f"{label}:{s['share']:.0%}/{s['reward_mean']:.2f}" for label, s in m.get("strata", {}).items())
+    by = config.strata if config.strata in ("searches", "outcome", "placement") else "stratum"
     line = (f"step {m['step'] + 1:4d}/{config.steps} | EM {m['em']:.3f} | searches {m['searches']:.2f} | "
-            f"share/EM by searches {strata}")
-    if m["optimizer_steps"]:
+            f"share/EM by {by} {cells}")
+    if m.get("optimizer_steps"):
         line += f" | kl {m['kl']:.4f}" if "kl" in m else ""
         line += f" | approx_kl {m['approx_kl']:.4f} | clip {m['clipfrac']:.3f} | entropy {m['entropy']:.2f}"
     return line + f" | {m['tokens'] / (m['rollout_seconds'] + m['update_seconds']):.0f} tok/s"

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stratgrpo
-from stratgrpo import blended_advantages, group_advantages, kl_k3, ppo_clip_loss, stratified_advantages, stratum_report
+from stratgrpo import (SMALL_STRATA, blended_advantages, group_advantages, kl_k3, pool_small_strata, ppo_clip_loss,
+                       stratified_advantages, stratum_report)
 
 
 def f64(*values):
@@ -265,6 +266,132 @@ def test_proposition_1_and_theorem_1(rows):
     assert sum(shares) == pytest.approx(1.0)
     assert report["dead_share"] == sum(a == 0 for a in stratified_advantages(rewards, groups, strata).tolist()) / n
     assert report["singleton_share"] == sum(keys.count(key) == 1 for key in keys) / n
+
+
+@property_test
+@given(rollout_lists)
+def test_theorem_1_is_an_equality_exactly_when_the_strata_of_every_group_have_one_mean(rows):
+    rewards, groups, strata = tensors(rows)
+    report = stratum_report(rewards, groups, strata)
+    means = {}
+    for reward, group, stratum in zip(rewards.tolist(), groups.tolist(), strata.tolist()):
+        means.setdefault(group, {}).setdefault(stratum, []).append(reward)
+    equal = all(max(values) - min(values) < 1e-12
+                for values in ([sum(c) / len(c) for c in cells.values()] for cells in means.values()))
+    assert (report["gap"] < 1e-20) == equal and report["theorem1_error"] < 1e-9
+    # the pointwise Proposition 1: the two centred advantages differ by one number for a whole stratum
+    centred = stratified_advantages(rewards, groups, strata, min_stratum=10**6, small="center")
+    bias = rewards - torch.tensor([sum(sum(means[g].values(), [])) / sum(map(len, means[g].values()))
+                                   for g in groups.tolist()]).double() - centred
+    for key in set(zip(groups.tolist(), strata.tolist())):
+        members = bias[(groups == key[0]) & (strata == key[1])]
+        assert (members - members[0]).abs().max() < 1e-12
+
+
+def test_dead_strata_are_where_the_claims_fail():
+    """Every stratum agrees with itself: SAN is 0 everywhere and its variance 0, not 1, while GRPO's is 1."""
+    rewards, groups, strata = f64(0, 0, 1, 1), torch.zeros(4).long(), torch.tensor([0, 0, 1, 1])
+    assert stratified_advantages(rewards, groups, strata).tolist() == [0] * 4
+    near(group_advantages(rewards, groups), [-1, -1, 1, 1])
+    report = stratum_report(rewards, groups, strata)
+    assert report["dead_share"] == 1 and report["var_stratum"] == 0 and report["gap"] == report["var_group"] == 0.25
+
+
+def test_small_strata_by_hand():
+    # stratum 0: three rollouts 1 0 0; stratum 1: two, 1 0; stratum 4: one, 1
+    rewards, groups, strata = f64(1, 0, 0, 1, 0, 1), torch.zeros(6).long(), torch.tensor([0, 0, 0, 1, 1, 4])
+    root = math.sqrt(2)
+
+    def san(min_stratum, small, **options):
+        return stratified_advantages(rewards, groups, strata, 1e-9, min_stratum=min_stratum, small=small, **options)
+
+    near(san(2, "zero"), [root, -root / 2, -root / 2, 1, -1, 0])
+    near(san(3, "zero"), [root, -root / 2, -root / 2, 0, 0, 0])
+    near(san(3, "center"), [root, -root / 2, -root / 2, 0.5, -0.5, 0])
+    near(san(2, "center"), [root, -root / 2, -root / 2, 1, -1, 0])
+    # the lone rollout joins stratum 1: 1 0 1
+    near(san(2, "pool"), [root, -root / 2, -root / 2, root / 2, -root, root / 2])
+    # the group: mean 1/2, s 1/2. n = 2, tau 2: w = 1/2, mean 1/2, s 1/2. n = 1: w = 1/3, mean 2/3, s 1/3
+    near(san(3, "shrink", tau=2.0), [root, -root / 2, -root / 2, 1, -1, 1])
+    # all three strata small. n = 3, tau 3: w = 1/2, mean (1/3 + 1/2) / 2 = 5/12, s (sqrt 2 / 3 + 1/2) / 2
+    s = (root / 3 + 0.5) / 2
+    near(san(9, "shrink", tau=3.0)[:3], [(7 / 12) / s, (-5 / 12) / s, (-5 / 12) / s])
+    near(blended_advantages(rewards, groups, strata, 0.5, 1e-9, min_stratum=3, small="zero"),
+         [(root + 1) / 2, (-root / 2 - 1) / 2, (-root / 2 - 1) / 2, 0.5, -0.5, 0.5])
+
+
+def test_pooling_by_hand():
+    def pooled(strata, least, groups=None):
+        strata = torch.tensor(strata)
+        return pool_small_strata(torch.zeros_like(strata) if groups is None else torch.tensor(groups), strata, least)
+
+    assert pooled([0, 0, 1, 3, 3], 2).tolist() == [0, 0, 0, 3, 3]       # 1 is nearer to 0 than to 3
+    assert pooled([0, 0, 1, 2, 2], 2).tolist() == [0, 0, 0, 2, 2]       # equally near: the lower
+    assert pooled([0, 1, 2, 7, 7], 2).tolist() == [1, 1, 1, 7, 7]       # 0 joins 1, which is enough; 2 joins 1
+    assert pooled([0, 1, 2], 9).tolist() == [1, 1, 1]                   # a group too small altogether
+    assert pooled([0, 0, 1, 0, 1, 1], 2, [0, 0, 0, 1, 1, 1]).tolist() == [0, 0, 0, 1, 1, 1]  # within a group only
+    assert pooled([0, 5, 9], 1).tolist() == [0, 5, 9]
+
+
+@property_test
+@given(rollout_lists, st.integers(1, 6), st.sampled_from(SMALL_STRATA))
+def test_small_strata_properties(rows, least, small):
+    rewards, groups, strata = tensors(rows)
+    plain = stratified_advantages(rewards, groups, strata)
+    ruled = stratified_advantages(rewards, groups, strata, min_stratum=least, small=small)
+    keys = list(zip(groups.tolist(), strata.tolist()))
+    big = torch.tensor([keys.count(key) >= least for key in keys])
+    if small == "pool":
+        merged = pool_small_strata(groups, strata, least)
+        assert torch.equal(ruled, stratified_advantages(rewards, groups, merged))
+        for group in set(groups.tolist()):  # whole strata are merged, until all are big enough or one is left
+            sizes = merged[groups == group].unique(return_counts=True)[1]
+            assert sizes.min() >= least or len(sizes) == 1
+        for key in set(keys):
+            assert len(merged[(groups == key[0]) & (strata == key[1])].unique()) == 1
+    else:
+        assert torch.equal(ruled[big], plain[big])
+    if small == "zero":
+        assert (ruled[~big] == 0).all()
+    if small == "shrink":
+        far = stratified_advantages(rewards, groups, strata, min_stratum=99, small="shrink", tau=1e12)
+        near(far, group_advantages(rewards, groups).tolist())  # shrunk all the way, it is GRPO
+        none = stratified_advantages(rewards, groups, strata, min_stratum=99, small="shrink", tau=0.0)
+        near(none[plain != 0], plain[plain != 0].tolist())     # not shrunk at all, SAN
+
+
+@property_test
+@given(rollout_lists)
+def test_sample_std_is_the_population_one_times_a_factor(rows):
+    rewards, groups, strata = tensors(rows)
+    keys = list(zip(groups.tolist(), strata.tolist()))
+    factor = f64(*(math.sqrt(1 - 1 / keys.count(key)) for key in keys))
+    near(stratified_advantages(rewards, groups, strata, 0.0, ddof=1),
+         (stratified_advantages(rewards, groups, strata, 0.0) * factor).tolist(), 1e-9)
+
+
+def test_sample_std_gives_the_vectors_of_verl_and_trl():
+    rewards, zeros = f64(1, 0, 0, 1, 0), torch.zeros(5).long()
+    for eps, high, low in ((1e-6, 1.0954431, -0.7302954), (1e-4, 1.0952452, -0.7301634)):  # verl's eps, TRL's
+        near(group_advantages(rewards, zeros, eps, ddof=1), [high, low, low, high, low], 6e-8)
+    rewards, strata = f64(1, 0, 0, 1, 1, 0, 1, 0), torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
+    zeros = torch.zeros(8).long()
+    blend = [1.0669842, -0.7205746, -0.7205746, 0.7205746, 0.7205746, -1.0669842, 0.7984285, -0.7984285]
+    near(blended_advantages(rewards, zeros, strata, 0.6, 1e-6, ddof=1), blend, 5e-7)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(ddof=2), "ddof is 2"), (dict(min_stratum=0), "min_stratum is 0"), (dict(tau=-1.0), "tau -1.0"),
+    (dict(small="drop"), "zero, center, pool, shrink")])
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        stratified_advantages(f64(1, 0), torch.zeros(2).long(), torch.zeros(2).long(), **options)
+
+
+def test_report_with_advantages():
+    report = stratum_report(f64(1, 0, 1), torch.zeros(3).long(), torch.tensor([0, 0, 1]), f64(3, 1, -2))
+    assert report["strata"]["0"]["advantage_mean"] == 2 and report["strata"]["0"]["advantage_var"] == 1
+    assert report["strata"]["1"]["advantage_mean"] == -2 and report["strata"]["1"]["advantage_var"] == 0
 
 
 def test_report_by_hand():
