@@ -58,7 +58,7 @@ def expected_reward(logits, skill):
 
 
 def alpha_at(alpha, progress):
-    """"0.6" -> 0.6; "0.9:0.3" -> from 0.9 to 0.3 while progress goes from 0 to 1, linearly. ValueError outside [0, 1]."""
+    """"0.6" -> 0.6; "0.9:0.3" -> 0.9 at progress 0, 0.3 at progress 1, linear. ValueError outside [0, 1]."""
     first, _, last = alpha.partition(":")
     value = float(first) + (float(last or first) - float(first)) * progress
     if not 0 <= value <= 1:
@@ -195,7 +195,7 @@ def tables(rows):
         cells = [interval(final[p, q, alpha]) for alpha in ALPHAS]
         print(f"{p:<4} {q:<5} " + "".join(f"{mean:.2f} ± {half:.2f}   " for mean, half in cells))
     print(f"{title} the best alpha > 0 and its margin over GRPO. -: GRPO beats every alpha; =: less than 0.005;")
-    print("~: the margin's 95 % interval holds 0. (The best of five is chosen after the fact, which flatters it a little)\n")
+    print("~: the margin's 95 % interval holds 0. (The best of five is chosen afterwards, which flatters it)\n")
     print_map(best, 16)
     for alpha in ALPHAS[1:]:
         print(f"{title} {NAMES.get(alpha, alpha)} minus GRPO\n")

@@ -48,16 +48,17 @@ def test_gradients_are_those_of_advantage_times_log_probability():
     torch.testing.assert_close(bandit.gradients(logits, skill, stratum, well, advantages), expected)
 
 
-def test_a_step_is_the_gradient_of_the_blend():
+@pytest.mark.parametrize("group_size", [4, 8])
+def test_a_step_is_the_gradient_of_the_blend(group_size):
     # one step of run, once more by hand from the same random numbers
-    row, = bandit.run([setting(0.4, 0.2, 8, "0.6")], [3], steps=1, rollouts=16, step_size=10.0)
+    row, = bandit.run([setting(0.4, 0.2, group_size, "0.6")], [3], steps=1, rollouts=16, step_size=10.0)
     logits, skill = bandit.start(0.4, 0.2)
     generator = torch.Generator().manual_seed(3)
     which, act, luck = torch.rand(3, 16, generator=generator, dtype=torch.float64)
     stratum = torch.bucketize(which, logits.softmax(0).cumsum(0)[:2])
     well = act < skill.sigmoid()[stratum]
     reward = (luck < torch.where(well, bandit.PAY_WELL[stratum], bandit.PAY_BADLY[stratum])).double()
-    groups = torch.tensor([0] * 8 + [1] * 8)
+    groups = torch.arange(16 // group_size).repeat_interleave(group_size)
     blend = 0.6 * stratified_advantages(reward, groups, stratum) + 0.4 * group_advantages(reward, groups)
     push, lesson = bandit.gradients(logits[None], skill[None], stratum[None], well[None], blend[None])
     assert push.abs().max() > 1e-3 and lesson.abs().max() > 1e-3
@@ -89,7 +90,7 @@ def test_rows_do_not_depend_on_their_neighbours():
 
 @pytest.mark.parametrize("group_size", [4, 8])
 def test_expected_gradients_are_what_sampling_gives_on_average(group_size):
-    p, q, questions = 0.4, 0.2, 40_000
+    p, q, questions = 0.6, 0.05, 40_000  # strata that differ in pay, so that every term counts
     logits, skill, stratum, well, grpo, san = sample(p, q, group_size, questions, seed=1)
     exact = bandit.expected_gradients(logits, skill, group_size)
     repeat = [tensor.expand(questions, 3) for tensor in (logits, skill)]
