@@ -8,12 +8,12 @@ experiments.py — the evidence in the README: when does stratification help? Fl
 
  1. the two-level bandit (extras/bandit.py): shares, skills, alphas, group sizes.
  2. the two regimes of extras/regimes.py: ten estimators.
- 3. the first regime again: group sizes at equal rollouts, ddof, rules for small strata, token mean against sequence mean.
+ 3. the first regime again: group sizes at equal rollouts, ddof, rules for small strata, token against sequence mean.
  4. a real model on real multi-hop questions, GRPO against Stratified GRPO. --data holds corpus/multihop.jsonl and
     questions/multihop_train.jsonl, 2wikimultihopqa_dev.jsonl; demonstrations come from extras/multihop_demos.py.
 
-A run is train.py with the flags listed below and nothing else, started from the one warm-started policy of its regime; a
-seed decides questions and sampling. Finished runs are lines of results.jsonl, in any order; an interrupted run is made
+A run is train.py with the flags listed below and nothing else, started from the one warm-started policy of its regime;
+a seed decides questions and sampling. Finished runs are lines of results.jsonl, in any order; an interrupted run is made
 again. Runs share nothing, so that --workers of them go on at a time, one thread each.
 """
 import argparse
@@ -102,7 +102,7 @@ def plan(parts, seeds, cache):
                 tasks += [({"part": part, "regime": regime, "arm": arm, "seed": seed},
                            [*COMMON, *sum(data, []), *flags.split()])
                           for seed in range(seeds) for arm, flags in arms.items()]
-    return tasks
+    return sorted(tasks, key=lambda task: task[0]["seed"])  # whenever it is stopped, the arms have equally many seeds
 
 
 def plan_real(model, data, seeds, results):
@@ -167,8 +167,8 @@ def run(args):
             if isinstance(row, str):
                 sys.exit(f"error: a run failed, see {row}")
             append(results, row)
-            print(f"{(time.monotonic() - started) / 60:6.1f} min {count:4d}/{len(tasks)} | part {row['part']} {row['regime']} "
-                  f"{row['arm']} seed {row['seed']} | EM {row['em_before']:.3f} -> {row['em']:.3f} | searches "
+            print(f"{(time.monotonic() - started) / 60:6.1f} min {count:4d}/{len(tasks)} | part {row['part']} "
+                  f"{row['regime']} {row['arm']} seed {row['seed']} | EM {row['em_before']:.3f} -> {row['em']:.3f} | searches "
                   f"{row['searches_before']:.2f} -> {row['searches']:.2f} | {row['seconds']:.0f} s", flush=True)
 
 
@@ -198,8 +198,8 @@ def row_of(arm, rows, guess):
             f"{stuck}/{len(rows)} |")
 
 
-HEADER = ("| estimator | seeds | sampled EM, means of ten steps | sampled EM, last 10 steps | greedy EM after | searches, "
-          "last 10 steps | stuck at guessing |\n|---|---|---|---|---|---|---|")
+HEADER = ("| estimator | seeds | sampled EM, means of ten steps | sampled EM, last 10 steps | greedy EM after | "
+          "searches, last 10 steps | stuck at guessing |\n|---|---|---|---|---|---|---|")
 
 
 def table(args):
@@ -220,8 +220,8 @@ def table(args):
             print(f"\n{title}\n\n{HEADER}")
             for arm in present:
                 print(row_of(arm, by_arm[part, regime, arm], guess=0.45 if part < 4 else 0.0))
-    print("\n± is the half-width of the 95 % Student interval over seeds. stuck: greedy EM after at most .45, where always "
-          "guessing the most frequent country gives about .40")
+    print("\n± is the half-width of the 95 % Student interval over seeds. stuck: greedy EM after at most .45, where "
+          "always guessing the most frequent country gives about .40")
 
 
 def main():

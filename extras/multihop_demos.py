@@ -32,13 +32,13 @@ def demonstrate(question, max_searches, generator):
     return turns + [f"<think>{thought} </think> <answer> {answer} </answer>"]
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions")
     parser.add_argument("out")
     parser.add_argument("--max-searches", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     generator = random.Random(args.seed)
     questions = load_questions(args.questions)
     with open(args.out, "w", encoding="utf-8") as file:
