@@ -59,9 +59,11 @@ def whole_or_nothing(optimizer):
     weights = optimizer.parameters + optimizer.own_masters()
     state = optimizer.adamw.state                       # parameter -> {"step", "exp_avg", "exp_avg_sq"}
     before, moments = copies(weights), {p: copies(tensors.values()) for p, tensors in state.items()}
+    learning_rate = optimizer.adamw.param_groups[0]["lr"]
     try:
         yield
     except BaseException:
+        optimizer.adamw.param_groups[0]["lr"] = learning_rate
         for weight, value in zip(weights, before):
             weight.data.copy_(value)
             weight.grad = None
@@ -100,14 +102,16 @@ def sync(*paths):
 
 
 def append_line(path, *rows):
-    with open(path, "a", encoding="utf-8") as file:
+    # backslashreplace: half a surrogate pair, which is no UTF-8, becomes \ud800, which is JSON
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def write_json(path, value):
     aside = path.with_suffix(".tmp")
     try:
-        aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8",
+                         errors="backslashreplace")
         sync(aside)
         os.replace(aside, path)
     except OSError:
@@ -180,7 +184,10 @@ def save_checkpoint(folder, step, model, tokenizer, protocol, optimizer):
         for path in [aside, *checkpoints(folder)[:-1]]:
             shutil.rmtree(path, ignore_errors=True)
         model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        try:
+            tokenizer.save_pretrained(aside)
+        except Exception as error:  # the tokenizers library has nothing narrower for a full disk
+            raise OSError(error) from error
         save_protocol(protocol, aside)
         save_optimizer(optimizer, aside)
         files = {path.relative_to(aside).as_posix(): fingerprint(path) for path in sorted(aside.rglob("*"))
