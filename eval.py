@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import world
 from data import resolve_questions, score
-from policy import choose_device, context_limit, load_policy, out_of_memory_names
+from policy import OutOfMemory, choose_device, context_limit, load_policy, out_of_memory_names
 from retriever import RetrieverError, open_retriever
 from rollout import load_protocol, record, rollout
 
@@ -48,7 +48,7 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     try:
         results = run(args)
-    except (ValueError, OSError, RetrieverError) as error:
+    except (ValueError, OSError, RetrieverError, OutOfMemory) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -12,7 +12,6 @@ pass, so a (B, T, V) tensor never exists.
 import contextlib
 import json
 import pathlib
-import sys
 
 import torch
 from safetensors import SafetensorError
@@ -28,17 +27,20 @@ CHUNK_ELEMENTS = 2**25  # logits held at a time: 128 MiB of float32
 # -----------------------------------------------------------------------------
 # loading
 
+class OutOfMemory(Exception):
+    """The message says which flag helps."""
+
+
 @contextlib.contextmanager
-def out_of_memory_names(name):
-    """Out of memory -> one line that says which flag to lower."""
+def out_of_memory_names(name, change="lower"):
+    """Out of memory -> OutOfMemory, one line that says which flag to lower."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if (isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
                 and "can't allocate memory" not in str(error)):
             raise
-        sys.exit(f"error: out of memory; lower --{name}, then start again or, if there is a checkpoint, go on with "
-                 "--resume")
+        raise OutOfMemory(f"out of memory; {change} --{name}") from error
 
 
 def choose_device(device="auto", dtype="auto"):
@@ -77,15 +79,17 @@ def load_policy(name, device="cpu", dtype=torch.float32, max_context=None):
     elif str(name).startswith((".", "/", "~")):
         raise ValueError(f"--model {name}: no such folder")
     try:
-        config = AutoConfig.from_pretrained(name)
+        # trust_remote_code=False: with the default, None, transformers asks at a terminal whether to run a model's code
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         # a tokenizer without a class of its own is its tokenizer.json to the letter. AutoTokenizer rebuilds it after
         # Qwen2's rules if the model is a qwen2: other ids for the same text, and a word-level vocabulary is lost
         generic = get_tokenizer_config(name).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
-        tokenizer = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(name)
+        tokenizer = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(
+            name, trust_remote_code=False)
         for key, value in vars(config).items():
             if key.endswith(("dropout", "pdrop")) and isinstance(value, float):
                 setattr(config, key, 0.0)  # the sampler has no dropout, so scoring must have none either
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, trust_remote_code=False)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:  # SafetensorError: cut off in a download or copy
         raise ValueError(f"--model {name}: cannot be loaded ({str(error).splitlines()[0]})") from error
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:

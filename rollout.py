@@ -27,15 +27,17 @@ import functools
 import json
 import pathlib
 import re
+import reprlib
 from dataclasses import dataclass, field
 
 import torch
 from transformers import Cache
 
-from data import extract_answer, load_questions, normalize_answer
+from data import extract_answer, load_questions, normalize_answer, strict_json
 from policy import stop_ids, vocabulary_logits
 
 PREFILL_TOKENS = 16384  # padded tokens in one forward; bounds the activations of a prefill
+TOKEN_CHARACTERS = 128  # more than a token of text holds; what lies beyond so many per token allowed is not even read
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,30 @@ def save_protocol(protocol, folder):
 
 def load_protocol(folder):
     """The protocol a model folder was trained with (protocol.json), else SEARCH_R1, which a foreign model is asked to
-    follow."""
+    follow. ValueError names the file and the value that is wrong."""
     path = pathlib.Path(folder) / "protocol.json"
     if not path.is_file():
         return SEARCH_R1
-    values = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        values = strict_json(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    types = {field.name: field.type for field in dataclasses.fields(Protocol)}
+    if not isinstance(values, dict) or not {"prompt", "retry"} <= values.keys() <= types.keys():
+        raise ValueError(f"{path}: a protocol is an object with prompt, retry and, if wanted, {', '.join(types)}")
+    for name, value in values.items():
+        if types[name] is int:
+            least = 0 if name == "max_searches" else 1
+            right, wanted = type(value) is int and value >= least, f"a whole number, at least {least}"
+        elif types[name] is str:
+            right, wanted = isinstance(value, str), "a string"
+        else:
+            right = isinstance(value, list) and all(isinstance(tag, str) and tag.strip() for tag in value)
+            right, wanted = right and (len(value) == 2 or name == "other_tags"), "a list of tags, opening and closing"
+        if not right:
+            raise ValueError(f"{path}: {name} must be {wanted}, not {reprlib.repr(value)}")
+    if "{question}" not in values["prompt"]:
+        raise ValueError(f"{path}: prompt must contain {{question}}")
     return Protocol(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
@@ -126,10 +147,10 @@ class Trajectory:
 
 @functools.lru_cache(maxsize=4)
 def ids_containing(tokenizer, characters):
-    """Ids whose text contains one of `characters` (the last ones of the closing tags): only these can complete a tag,
-    so only after these is a turn decoded and searched for one."""
+    """Ids whose text contains one of `characters` (the last ones of the closing tags) or a piece of a character: only
+    these can complete a tag, so only after these is a turn decoded and searched for one."""
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
-    return frozenset(i for i, text in enumerate(texts) if characters & set(text))
+    return frozenset(i for i, text in enumerate(texts) if (characters | {"\ufffd"}) & set(text))
 
 
 class Codec:
@@ -138,12 +159,16 @@ class Codec:
 
     def __init__(self, tokenizer, protocol):
         self.tokenizer, self.protocol = tokenizer, protocol
-        tags = {*protocol.search, *protocol.answer, *protocol.other_tags, *tokenizer.all_special_tokens}
-        tags |= {token.content for token in tokenizer.added_tokens_decoder.values()}
-        self.tags = re.compile("|".join(re.escape(tag) for tag in sorted(tags, key=len, reverse=True)), re.IGNORECASE)
+        tags = {*protocol.search, *protocol.answer, *protocol.other_tags, *map(str.strip, protocol.information)}
+        tags |= {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values())}
+        tags -= {tokenizer.unk_token} - {tokenizer.eos_token}   # any unknown word becomes <unk>
+        tags = sorted((tag for tag in tags if len(tag.strip()) > 1), key=len, reverse=True)  # no letters, no white space
+        self.tags = re.compile("|".join(map(re.escape, tags)), re.IGNORECASE)
         self.information = [self.encode(text) for text in protocol.information]
         self.retry = self.encode(protocol.retry)
-        self.closing_ids = ids_containing(tokenizer, frozenset(protocol.search[1][-1] + protocol.answer[1][-1]))
+        closing_tags = protocol.search[1], protocol.answer[1]
+        self.closing_ids = ids_containing(tokenizer, frozenset(tag[-1] for tag in closing_tags))
+        self.closing_tokens = max(len(tag.encode()) for tag in closing_tags)  # a token holds a byte or more
         self.passage_tokens = protocol.max_observation_tokens - sum(map(len, self.information))
         if self.passage_tokens < 1:
             raise ValueError(f"max_observation_tokens {protocol.max_observation_tokens} leaves no room for passages; "
@@ -151,7 +176,21 @@ class Codec:
 
     def neutralise(self, text):
         """"</information>" -> "< /information>": still readable, no longer a tag or a special token."""
+        text = text.encode("utf-8", "replace").decode()     # no tokenizer takes half a surrogate pair
         return self.tags.sub(lambda match: match[0][0] + " " + match[0][1:], text)
+
+    def harmless(self, text, limit=None):
+        """A text from outside -> (the text neutralised, its ids cut to `limit`). What the tokenizer made of it is
+        looked at, too: one that normalises unicode makes a tag of a full-width "＜/search＞". A text that cannot be
+        helped is dropped."""
+        for _ in range(3):
+            text = self.neutralise(text)
+            ids = self.encode(text)[:limit]
+            seen = self.decode(ids)
+            if not self.tags.search(seen):
+                return text, ids
+            text = seen
+        return "", []
 
     def encode(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -160,7 +199,7 @@ class Codec:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def prompt(self, question):
-        question = self.neutralise(question.strip())
+        question, _ = self.harmless(question.strip())
         text = self.protocol.prompt.replace("{question}", question if question.endswith("?") else question + "?")
         if self.tokenizer.chat_template:
             message = [{"role": "user", "content": text}]
@@ -169,9 +208,13 @@ class Codec:
 
     def observation(self, passages):
         """Passages cut to the limit first and wrapped afterwards, so the closing tag is always there."""
-        text = "".join(self.protocol.passage.format(i=i, title=p.title, text=p.text) for i, p in enumerate(passages, 1))
+        texts = []
+        for i, passage in enumerate(passages, 1):  # not str.format: that would also follow {text.__class__}
+            values = {"{i}": str(i), "{title}": passage.title, "{text}": passage.text}
+            texts.append(re.sub(r"\{(i|title|text)\}", lambda match: values[match[0]], self.protocol.passage))
+        text = "".join(texts)[: TOKEN_CHARACTERS * (self.passage_tokens + 1)]
         opening, closing = self.information
-        return opening + self.encode(self.neutralise(text))[: self.passage_tokens] + closing
+        return opening + self.harmless(text, self.passage_tokens)[1] + closing
 
 
 # -----------------------------------------------------------------------------
@@ -192,12 +235,14 @@ class Row:
         trajectory, protocol = self.trajectory, self.codec.protocol
         trajectory.append(token, 1, logprob)
         self.feed = [token]
-        turn_ids = trajectory.response_ids[self.turn_start :]
         last_turn = self.turn == protocol.max_searches
-        if token in self.codec.closing_ids:
+        closing_tags, ids = (protocol.search[1], protocol.answer[1]), trajectory.response_ids
+        # the last few tokens first: decoding the whole turn after every ">" would take quadratic time
+        tail = ids[max(self.turn_start, len(ids) - self.codec.closing_tokens) :]
+        if token in self.codec.closing_ids and any(tag in self.codec.decode(tail) for tag in closing_tags):
             # a tag's ">" may be merged with what follows it, so tags are found in text, never in ids
-            text = self.codec.decode(turn_ids)
-            ends = [(text.find(tag), tag) for tag in (protocol.search[1], protocol.answer[1]) if tag in text]
+            text = self.codec.decode(ids[self.turn_start :])
+            ends = [(text.find(tag), tag) for tag in closing_tags if tag in text]
             if ends:
                 end, tag = min(ends)
                 opening = protocol.search[0] if tag == protocol.search[1] else protocol.answer[0]
@@ -211,7 +256,7 @@ class Row:
                 else:
                     self.query = text[text.rfind(opening, 0, end) + len(opening) : end].strip()
         if not (trajectory.finish or self.query is not None):
-            self.invalid |= token in self.stop_tokens or len(turn_ids) >= protocol.max_turn_tokens
+            self.invalid |= token in self.stop_tokens or len(ids) - self.turn_start >= protocol.max_turn_tokens
             if self.invalid:
                 trajectory.n_invalid += 1
                 trajectory.finish = "turns" if last_turn else ""
@@ -448,8 +493,11 @@ def load_demonstrations(path, tokenizer, retriever, protocol, max_context=4096):
         turns = question.metadata["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise ValueError(f"{path}: question {question.id}: 'turns' must be a list of strings, one per sampled turn")
-    return replay([question.metadata["turns"] for question in questions], questions, tokenizer, retriever, protocol,
-                  max_context)
+    try:
+        return replay([question.metadata["turns"] for question in questions], questions, tokenizer, retriever, protocol,
+                      max_context)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 # -----------------------------------------------------------------------------

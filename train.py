@@ -10,7 +10,8 @@ train.py — train a search agent with Stratified GRPO, read top to bottom.
 
 A step: rollout -> reward -> strata -> advantages -> PPO epochs over mini-batches -> log. runs/NAME/ then holds
 config.json, metrics.jsonl (a line a step), trajectories.jsonl (every Nth step, decoded, with the sampled mask),
-eval.json, and checkpoint-STEP/ (a Hugging Face folder that eval.py takes).
+eval.json, dropped.jsonl (if a step was: see --max-dropped), and the two newest checkpoint-STEP/ (Hugging Face folders
+that eval.py takes).
 
 Departures from the paper and from Search-R1, which it follows:
  1. old log-probs are those of the forward pass that sampled the token; nothing is scored twice before the update.
@@ -26,8 +27,11 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import pathlib
+import shlex
 import shutil
+import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -39,11 +43,11 @@ from tqdm import tqdm
 import strata
 import world
 from baselines import Critic, dr_grpo_advantages, reinforce_advantages, rloo_advantages
-from checkpoint import (append_line, hold_interrupts, latest_checkpoint, read_lines, save_checkpoint, trim,
-                        write_json)
+from checkpoint import (append_line, hold_interrupts, latest_checkpoint, load_critic, load_optimizer, lock, read_lines,
+                        save_checkpoint, trim, whole_checkpoint, whole_or_nothing, write_json)
 from data import exact_match, resolve_questions, score
-from policy import (MasterAdamW, choose_device, load_policy, micro_batches, out_of_memory_names, pad_trajectories,
-                    token_logprobs, warm_start)
+from policy import (MasterAdamW, OutOfMemory, choose_device, load_policy, micro_batches, out_of_memory_names,
+                    pad_trajectories, token_logprobs, warm_start)
 from retriever import RetrieverError, open_retriever
 from rollout import Codec, load_demonstrations, load_protocol, record, rollout
 from stratgrpo import (SMALL_STRATA, blended_advantages, group_advantages, kl_k3, ppo_clip_loss, stratified_advantages,
@@ -117,6 +121,8 @@ class Config:
     warmup_steps: int = flag(5, "RL steps of linear learning-rate warm-up")
     weight_decay: float = flag(0.0, "AdamW weight decay")
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this")
+    max_dropped: int = flag(3, "stop after so many steps in a row that were dropped because a reward, a log-prob or a "
+                            "gradient was not finite")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, a third more "
                                         "time")
     # the machine
@@ -142,8 +148,8 @@ PRESETS = {
 }
 PAPER_DATA = dict(model="Qwen/Qwen2.5-3B", questions="nq,hotpotqa", eval_questions="nq,hotpotqa",
                   corpus="wikipedia-dpr-100w")
-CHANGEABLE = ("steps", "slots", "micro_batch_tokens", "eval_every", "eval_limit", "save_every", "dump_every", "threads",
-              "device", "cache")
+CHANGEABLE = ("steps", "slots", "micro_batch_tokens", "max_dropped", "eval_every", "eval_limit", "save_every",
+              "dump_every", "threads", "device", "cache")
 
 
 def parse_config(arguments):
@@ -166,7 +172,7 @@ def parse_config(arguments):
         folder = pathlib.Path(resume)
         if not (folder / "config.json").is_file() or not latest_checkpoint(folder):
             raise ValueError(f"--resume {resume}: no config.json and checkpoint in this folder, nothing to go on with")
-        saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        saved = saved_config(folder)
         fixed = [key for key in given if key not in CHANGEABLE and given[key] != saved[key]]
         if ":" in saved["alpha"] and given.get("steps", saved["steps"]) != saved["steps"]:
             fixed.append("steps")  # they are what the schedule of alpha runs over
@@ -182,6 +188,15 @@ def parse_config(arguments):
     if not resume:
         folder = new_run_folder(config)
     return config, folder, bool(resume)
+
+
+def saved_config(folder):
+    try:
+        saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        Config(**saved)
+    except (ValueError, TypeError) as error:  # damaged, or a setting that this version does not have
+        raise ValueError(f"{folder}/config.json: not the settings of a run of this version ({error})") from None
+    return saved
 
 
 def check_config(config):
@@ -205,7 +220,7 @@ def check_config(config):
             "needs --advantage ppo")
     require(config.temperature > 0, "temperature", "must be above 0 in training")
     for name in ("questions_per_step", "slots", "mini_batch", "micro_batch_tokens", "epochs", "max_context",
-                 "sft_batch", "dump_every", "min_stratum"):
+                 "sft_batch", "dump_every", "min_stratum", "max_dropped"):
         require(getattr(config, name) >= 1, name, "must be at least 1")
     require(config.clip_low <= 1, "clip_low", "must lie in [0, 1]")
     for name, least in (("max_searches", 0), ("passages", 1), ("max_turn_tokens", 1), ("max_observation_tokens", 1)):
@@ -389,7 +404,8 @@ def learn(model, optimizer, critic, reference, trajectories, config, step, memor
     statistics, rewards = {}, torch.tensor([t.reward for t in trajectories], dtype=torch.float64)      # (N,)
     advantages, labels = compute_advantages(trajectories, config, step, memory)                        # (N,) x 2
     means = advantages
-    with out_of_memory_names("micro-batch-tokens"):
+    both = whole_or_nothing(critic.optimizer) if critic else contextlib.nullcontext()
+    with out_of_memory_names("micro-batch-tokens"), whole_or_nothing(optimizer), both:
         if critic:
             generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
             advantages, statistics = critic.advantages(model, trajectories, config.gae_lambda, config.epochs,
@@ -438,33 +454,45 @@ def alarms(metrics, scores):
 # main
 
 def main(arguments=None):
-    try:
-        config, folder, resumed = parse_config(arguments)
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        run = setup(config, folder, resumed)
-    except (ValueError, OSError, RetrieverError, SafetensorError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        if latest_checkpoint(folder):
-            print(f"interrupted; go on with: python train.py --resume {folder}", file=sys.stderr)
-        sys.exit(130)
-    try:
-        train(config, folder, **run)
-    except (OSError, FloatingPointError) as error:  # a full disk, a gradient of NaN; the update may be half done
-        sys.exit(f"error: {error}; go on from the last checkpoint with: python train.py --resume {folder}")
+    """Exit codes: 0 done, 1 error (one line on stderr), 2 unknown flag, 130 Ctrl-C or SIGTERM, after what is under way
+    was finished and saved."""
+    with contextlib.ExitStack() as held:
+        terminated = signal.signal(signal.SIGTERM, signal.default_int_handler)  # schedulers stop a run by SIGTERM
+        held.callback(signal.signal, signal.SIGTERM, terminated)
+        folder = None
+        try:
+            config, folder, resumed = parse_config(arguments)
+            if config.threads:
+                torch.set_num_threads(config.threads)
+            run = setup(config, folder, resumed, held)
+        except (ValueError, OSError, RetrieverError, SafetensorError, OutOfMemory) as error:
+            sys.exit(f"error: {error}")
+        except KeyboardInterrupt:
+            if folder and latest_checkpoint(folder):
+                print(f"interrupted; go on with: {resume_command(folder)}", file=sys.stderr)
+            sys.exit(130)
+        try:
+            train(config, folder, **run)
+        except OSError as error:  # a full disk: weights and metrics may no longer belong together
+            sys.exit(f"error: {error}; go on from the last checkpoint with: {resume_command(folder)}")
 
 
-def setup(config, folder, resumed):
+def resume_command(folder):
+    return f"python train.py --resume {shlex.quote(str(folder))}"
+
+
+def setup(config, folder, resumed, held):
     """Load everything, so that whatever is wrong with it is said before the run folder is made. -> keyword arguments of
-    train."""
+    train. `held`: the ExitStack that keeps the lock of the run folder until the run ends."""
+    if resumed:
+        held.enter_context(lock(folder))
     device, dtype = choose_device(config.device, config.dtype)
     source, data = config.model, {name: getattr(config, name) for name in ("questions", "eval_questions", "corpus")}
     if not source:
         source = world.prepare(config.cache, config.seed)
         data = {"questions": f"{source}/train.jsonl", "eval_questions": f"{source}/heldout.jsonl",
                 "corpus": f"{source}/corpus.jsonl"}
-    checkpoint = latest_checkpoint(folder) if resumed else None
+    checkpoint = whole_checkpoint(folder) if resumed else None
     protocol = load_protocol(checkpoint or source)
     changes = {key: getattr(config, key)
                for key in ("max_searches", "passages", "max_turn_tokens", "max_observation_tokens")}
@@ -478,7 +506,8 @@ def setup(config, folder, resumed):
     held_out = []
     if data["eval_questions"]:
         held_out = resolve_questions(data["eval_questions"], "test", config.eval_limit)
-    model, tokenizer = load_policy(checkpoint or source, device, dtype, config.max_context)
+    with out_of_memory_names("model", "choose a smaller"):
+        model, tokenizer = load_policy(checkpoint or source, device, dtype, config.max_context)
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
     codec = Codec(tokenizer, protocol)
@@ -491,10 +520,16 @@ def setup(config, folder, resumed):
     retriever.search(["is anyone there"], 1)  # a server that is down is found now
     if config.demos and not resumed:
         demonstrations = load_demonstrations(config.demos, tokenizer, retriever, protocol, config.max_context)
-        with out_of_memory_names("micro-batch-tokens"):
-            warm_start(model, demonstrations, config.sft_steps, config.sft_batch, config.sft_learning_rate,
-                       config.micro_batch_tokens, config.seed)
-    folder.mkdir(parents=True, exist_ok=resumed)
+        try:
+            with out_of_memory_names("micro-batch-tokens"):
+                warm_start(model, demonstrations, config.sft_steps, config.sft_batch, config.sft_learning_rate,
+                           config.micro_batch_tokens, config.seed)
+        except FloatingPointError as error:
+            raise ValueError(f"--sft-learning-rate {config.sft_learning_rate}: in the warm start {error}; lower it"
+                             ) from None
+    if not resumed:
+        folder.mkdir(parents=True)
+        held.enter_context(lock(folder))
     try:
         write_json(folder / "config.json", dataclasses.asdict(config))
         reference, step = None, 0
@@ -503,16 +538,18 @@ def setup(config, folder, resumed):
             critic = Critic(model, protocol.max_searches, config.critic_sees_searches, config.critic_learning_rate)
         if checkpoint:
             step = int(checkpoint.name.removeprefix("checkpoint-"))
-            optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location=device, weights_only=True))
-            if critic:
-                critic.load_state_dict(torch.load(checkpoint / "critic.pt", map_location=device, weights_only=True))
-            for name in ("metrics.jsonl", "trajectories.jsonl", "strata.jsonl"):
+            with out_of_memory_names("model", "choose a smaller"):
+                load_optimizer(optimizer, checkpoint)
+                if critic:
+                    load_critic(critic, checkpoint)
+            for name in ("metrics.jsonl", "trajectories.jsonl", "strata.jsonl", "dropped.jsonl"):
                 trim(folder / name, step)
         elif config.kl or config.log_kl:
             model.save_pretrained(folder / "reference")
             tokenizer.save_pretrained(folder / "reference")
         if config.kl or config.log_kl:
-            reference = load_policy(folder / "reference", device, dtype)[0].requires_grad_(False)
+            with out_of_memory_names("model", "set --kl 0 or choose a smaller"):
+                reference = load_policy(folder / "reference", device, dtype)[0].requires_grad_(False)
         if not checkpoint:  # resumable from the start: keeps the warm start, and finds a disk that is too small now
             with hold_interrupts():
                 save_checkpoint(folder, 0, model, tokenizer, protocol, optimizer, critic)
@@ -539,6 +576,29 @@ def evaluate(config, folder, step, model, tokenizer, protocol, held_out, retriev
     return result
 
 
+def finite(trajectory):
+    return math.isfinite(trajectory.reward) and all(map(math.isfinite, trajectory.logprobs))
+
+
+def check_finite(trajectories):
+    """FloatingPointError naming the first reward or log-prob that is NaN or infinite: it would spoil every weight."""
+    for trajectory in trajectories:
+        if not finite(trajectory):
+            raise FloatingPointError(f"question {trajectory.question_id}: the reward ({trajectory.reward}) or a "
+                                     "log-prob of a rollout is not finite")
+
+
+def suspects(model, trajectories, temperature):
+    """The trajectories to look at when a step was dropped: not finite as sampled, else as scored now, else all."""
+    def scored_badly(trajectory):
+        with torch.no_grad():
+            logprobs, _ = token_logprobs(model, *pad_trajectories([trajectory], model.device), temperature)
+        return not logprobs.isfinite().all()
+
+    return ([t for t in trajectories if not finite(t)] or [t for t in trajectories if scored_badly(t)]
+            or trajectories)
+
+
 def train(config, folder, model, tokenizer, protocol, questions, held_out, retriever, reference, optimizer, critic,
           step):
     """The loop. `step` counts finished steps, so a checkpoint at any point between two updates is a resumable one."""
@@ -548,8 +608,10 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
           + (f", alpha {config.alpha}" if config.advantage == "stratified" else "") + f", strata: {config.strata}")
     test = functools.partial(evaluate, config, folder, model=model, tokenizer=tokenizer, protocol=protocol,
                              held_out=held_out, retriever=retriever)
+    history = read_lines(folder / "metrics.jsonl")
+    scores = [row["em"] for row in history]
+    dropped = history[-1]["dropped"] if history else 0  # steps in a row
     memory = read_lines(folder / "strata.jsonl")[-strata.TREE_MEMORY :]  # of past steps, for --strata auto
-    scores = [row["em"] for row in read_lines(folder / "metrics.jsonl")]
     saved, warned = step, set()
 
     def sample(batch):
@@ -581,19 +643,29 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
             sampled_at = time.perf_counter()
             with hold_interrupts():  # from here the weights change
                 statistics = {"alpha": alpha_at(config, step)} if config.advantage == "stratified" else {}
-                if trajectories:  # with --resample there may be none left
-                    statistics |= learn(model, optimizer, critic, reference, trajectories, config, step, memory)
+                try:
+                    check_finite(sampled)
+                    if trajectories:  # with --resample there may be none left
+                        statistics |= learn(model, optimizer, critic, reference, trajectories, config, step, memory)
+                    dropped = 0
+                except FloatingPointError as error:
+                    dropped += 1
+                    statistics |= {"dropped_because": str(error), "optimizer_steps": 0}
+                    append_line(folder / "dropped.jsonl", *(
+                        {"step": step, "because": str(error), **record(t, batch[t.group], tokenizer)}
+                        for t in suspects(model, sampled, config.temperature)))
                 seconds = {"rollout_seconds": sampled_at - started, "update_seconds": time.perf_counter() - sampled_at}
                 metrics = {"step": step, **score([batch[t.group] for t in sampled], sampled, interval=False),
                            **shares(sampled), "rollouts": len(sampled), "trained_rollouts": len(trajectories),
-                           **statistics, **seconds}
+                           **statistics, "dropped": dropped, **seconds}
                 append_line(folder / "metrics.jsonl", metrics)
-                if config.strata == "auto" and trajectories:
-                    memory = [*memory, strata.memory_row(trajectories, step)][-strata.TREE_MEMORY :]
-                    append_line(folder / "strata.jsonl", memory[-1])
-                if step % config.dump_every == 0:
-                    append_line(folder / "trajectories.jsonl",
-                                *({"step": step, **record(t, batch[t.group], tokenizer)} for t in trajectories))
+                if not dropped:
+                    if config.strata == "auto" and trajectories:
+                        memory = [*memory, strata.memory_row(trajectories, step)][-strata.TREE_MEMORY :]
+                        append_line(folder / "strata.jsonl", memory[-1])
+                    if step % config.dump_every == 0:
+                        append_line(folder / "trajectories.jsonl",
+                                    *({"step": step, **record(t, batch[t.group], tokenizer)} for t in trajectories))
                 step += 1
             tqdm.write(step_line(metrics, config))
             scores.append(metrics["em"])
@@ -602,6 +674,9 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
                     tqdm.write(f"warning: {text}")
             warned = set(alarms(metrics, scores))
             bar.update()
+            if dropped >= config.max_dropped:
+                raise FloatingPointError(f"{dropped} steps in a row were dropped ({metrics['dropped_because']}); their "
+                                         f"trajectories are in {folder}/dropped.jsonl")
             if due(config.save_every):
                 save()
             if held_out and due(config.eval_every):
@@ -611,14 +686,17 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
         if config.model:
             data = (f" --questions {config.eval_questions or 'F'} --corpus {config.corpus} "
                     f"--max-context {config.max_context}")
-        print(f"done: {folder} | python eval.py --model {latest_checkpoint(folder)}{data}")
-    except (KeyboardInterrupt, RetrieverError) as error:  # come between two updates only
+        print(f"done: {folder} | python eval.py --model {shlex.quote(str(latest_checkpoint(folder)))}{data}")
+    except (KeyboardInterrupt, RetrieverError, OutOfMemory, FloatingPointError) as error:
+        # weights and metrics are those of a whole step: the first two come between updates, whole_or_nothing cares for
+        # the others
         with contextlib.suppress(KeyboardInterrupt):  # an impatient second Ctrl-C
             if saved != step:
                 save()
-        stopped = f"error: {error}; stopped" if isinstance(error, RetrieverError) else "interrupted"
-        print(f"{stopped} after step {step}; go on with: python train.py --resume {folder}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, RetrieverError) else 130)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        stopped = "interrupted" if interrupted else f"error: {error}; stopped"
+        print(f"{stopped} after step {step}; go on with: {resume_command(folder)}", file=sys.stderr)
+        sys.exit(130 if interrupted else 1)
     finally:
         bar.close()
 
@@ -629,6 +707,8 @@ def step_line(m, config):
     by = config.strata if config.strata in ("searches", "outcome", "placement") else "stratum"
     line = (f"step {m['step'] + 1:4d}/{config.steps} | EM {m['em']:.3f} | searches {m['searches']:.2f} | "
             f"share/EM by {by} {cells}")
+    if m.get("dropped"):
+        line += f" | dropped, {m['dropped']} in a row: {m['dropped_because']}"
     if m.get("optimizer_steps"):
         line += f" | kl {m['kl']:.4f}" if "kl" in m else ""
         line += f" | approx_kl {m['approx_kl']:.4f} | clip {m['clipfrac']:.3f} | entropy {m['entropy']:.2f}"
@@ -636,5 +716,6 @@ def step_line(m, config):
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)  # a log file is as up to date as a terminal
+    # a log file is as up to date as a terminal; a name that the locale cannot print stops nothing
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     main()

@@ -19,13 +19,13 @@ The same world, policy and warm start serve every estimator; nothing here knows 
 """
 import argparse
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
 import pathlib
 import random
 import shutil
-import tempfile
 from dataclasses import dataclass
 
 import torch
@@ -261,10 +261,7 @@ def similar_lengths_together(trajectories, rng):
 def prepare(cache="", seed=0, log=print):
     """-> folder with the world of this seed and its warm-started policy, made once: corpus.jsonl, train.jsonl,
     heldout.jsonl, demos.jsonl, protocol.json, model and tokenizer. The cache key holds the sources it depends on, so an
-    edit makes a new one.
-
-    The warm start is one pass: first right demonstrations with one passage a search (a short course in reading and
-    copying), then noisy ones with the protocol's three.
+    edit makes a new one. Of processes that want the same world at once, one makes it and the others wait.
     """
     root = cache_folder(cache)
     here = pathlib.Path(__file__).parent
@@ -273,8 +270,26 @@ def prepare(cache="", seed=0, log=print):
     if folder.is_dir():
         return folder
     root.mkdir(parents=True, exist_ok=True)
-    # built aside and renamed: a half-made world is never used
-    aside = pathlib.Path(tempfile.mkdtemp(prefix="world-", dir=root))
+    with open(root / f"{folder.name}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(f"another process is making {folder}; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            build_folder(folder, seed, log)
+    return folder
+
+
+def build_folder(folder, seed, log):
+    """Made aside, then renamed: a half-made world is never used.
+
+    The warm start is one pass: first right demonstrations with one passage a search (a short course in reading and
+    copying), then noisy ones with the protocol's three.
+    """
+    aside = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)  # left by a kill -9
+    aside.mkdir(mode=0o700)
     try:
         world, tokenizer = build_world(seed), build_tokenizer()
         for name, rows in (("corpus", world.passages), ("train", world.train), ("heldout", world.heldout)):
@@ -294,11 +309,9 @@ def prepare(cache="", seed=0, log=print):
         warm_start(policy, course, len(course) // BATCH, BATCH, LEARNING_RATE, 1600, seed=None, log_every=100, log=log)
         policy.save_pretrained(aside)
         shutil.rmtree(aside / "index", ignore_errors=True)
-        if not folder.is_dir():  # another process may have been faster
-            os.replace(aside, folder)
+        os.replace(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return folder
 
 
 if __name__ == "__main__":

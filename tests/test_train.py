@@ -14,12 +14,14 @@ import torch
 from conftest import FakeRetriever, make_model, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import checkpoint
 import retriever
 import train
-from checkpoint import append_line, hold_interrupts, latest_checkpoint, save_checkpoint, trim
+from checkpoint import append_line, checkpoints, hold_interrupts, latest_checkpoint, save_checkpoint, trim
 from data import Question
 from policy import MasterAdamW, load_policy, pad_trajectories, token_logprobs, warm_start
 from retriever import RetrieverError, open_retriever
@@ -106,11 +108,9 @@ def assert_same_run(a, b):
     """The same weights, optimizer, metrics and trajectories, bit for bit."""
     newest = latest_checkpoint(a)
     assert newest.name == latest_checkpoint(b).name
-    for file in ("model.safetensors", "protocol.json", "config.json"):
+    for file in ("model.safetensors", "optimizer.safetensors", "optimizer.json", "protocol.json", "config.json"):
         assert (newest / file).read_bytes() == (latest_checkpoint(b) / file).read_bytes()
-    states = [torch.load(latest_checkpoint(folder) / "optimizer.pt", weights_only=True) for folder in (a, b)]
-    moments = [[value for state in s["adamw"]["state"].values() for value in state.values()] for s in states]
-    assert moments[0] and all(torch.equal(x, y) for x, y in zip(*moments, strict=True))
+    assert "0.exp_avg" in load_file(newest / "optimizer.safetensors")
     assert metrics(a) == metrics(b)
     assert read_lines(a / "trajectories.jsonl") == read_lines(b / "trajectories.jsonl")
 
@@ -490,7 +490,8 @@ def test_a_run_from_end_to_end(run, toy, capsys, monkeypatch):
     folder = run("--steps", 4, "--eval-every", 2)
     out = capsys.readouterr().out
     assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoint-000004", "config.json", "eval.json", "metrics.jsonl", "trajectories.jsonl"]
+        "checkpoint-000000", "checkpoint-000004", "config.json", "eval.json", "lock", "metrics.jsonl",
+        "trajectories.jsonl"]
     saved = json.loads((folder / "config.json").read_text())
     assert (saved["steps"] == 4 and saved["model"] == f"{toy}/model"
             and set(saved) == {f.name for f in dataclasses.fields(Config)})
@@ -604,7 +605,8 @@ def test_interrupted_anywhere_and_resumed_is_the_same_run(where, call, steps_don
     assert steps_done in (None, done)
     rows = metrics(folder) if done else []
     assert [row["step"] for row in rows] == list(range(done))  # weights and metrics belong together
-    assert [path.name for path in folder.glob("checkpoint*")] == [f"checkpoint-{done:06d}"]
+    assert ({path.name for path in folder.glob("checkpoint*")}
+            == {"checkpoint-000000", latest_checkpoint(folder).name})  # the two newest
     run.resume()
     assert_same_run(straight, folder)
 
@@ -629,7 +631,8 @@ def test_a_second_ctrl_c_does_not_break_the_checkpoint(run, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         run("--steps", 3)
     assert (stop.value.code == 130
-            and [path.name for path in pathlib.Path("runs/run").glob("checkpoint*")] == ["checkpoint-000001"])
+            and [path.name for path in checkpoints(pathlib.Path("runs/run"))] == ["checkpoint-000000",
+                                                                                  "checkpoint-000001"])
     load_policy("runs/run/checkpoint-000001")
 
 
@@ -669,9 +672,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint(what, run, monkeypatch):
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
     full = OSError(errno.ENOSPC, "No space left on device")
     target = {"model": (Qwen2ForCausalLM, "save_pretrained"), "tokenizer": (PreTrainedTokenizerFast, "save_pretrained"),
-              "protocol": (checkpoint, "save_protocol"), "optimizer": (torch, "save")}[what]
-    error = (RuntimeError("PytorchStreamWriter failed writing file data/2: file write failed")
-             if what == "optimizer" else full)
+              "protocol": (checkpoint, "save_protocol"), "optimizer": (checkpoint, "save_file")}[what]
+    error = SafetensorError("No space left on device (os error 28)") if what == "optimizer" else full
     original = getattr(*target)
     # the first checkpoint, at step 0, is written; the second one meets a full disk
     written = []
@@ -693,7 +695,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(what, run, monkeypatch):
 
 
 def test_a_disk_that_is_really_full(tmp_path, toy_model):
-    """A limit on the size of a file makes the real write calls of safetensors and torch.save fail."""
+    """A limit on the size of a file makes the real write calls of safetensors fail."""
     resource = pytest.importorskip("resource")
     model, tokenizer = toy_model
     optimizer = MasterAdamW(model, 1e-3, (0.9, 0.999), 0.0)
@@ -713,8 +715,9 @@ def test_a_disk_that_is_really_full(tmp_path, toy_model):
         assert "checkpoint-000002 could not be written" in one_line_exit(stop)
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001"]
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-000001").iterdir()}
-    save_checkpoint(tmp_path, 2, model, tokenizer, SEARCH_R1, optimizer)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000002"]
+    for step in (2, 3):
+        save_checkpoint(tmp_path, step, model, tokenizer, SEARCH_R1, optimizer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-000002", "checkpoint-000003"]
 
 
 def test_a_full_disk_at_the_metrics(run, monkeypatch):
@@ -752,12 +755,13 @@ def really_out_of_memory(*args, **kwargs):
     ("rollout", "--slots"), ("update", "--micro-batch-tokens"), ("warm_start", "--micro-batch-tokens")])
 @pytest.mark.parametrize("error", [
     raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")), really_out_of_memory])
-def test_out_of_memory_names_the_flag(function, flag, error, run, toy, monkeypatch):
+def test_out_of_memory_names_the_flag(function, flag, error, run, toy, monkeypatch, capsys):
     monkeypatch.setattr(train, function, error)
     demos = ["--demos", toy / "demos.jsonl", "--sft-steps", 1] if function == "warm_start" else []
     with pytest.raises(SystemExit) as stop:
         run("--steps", 1, *demos)
-    assert f"out of memory; lower {flag}" in one_line_exit(stop)
+    (line,) = (capsys.readouterr().err.strip() or one_line_exit(stop)).splitlines()
+    assert line.startswith(f"error: out of memory; lower {flag}")
     assert pathlib.Path("runs").exists() != (function == "warm_start")
 
 
@@ -838,7 +842,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(what, run, toy, monkeypatch):
         run("--cache", cache, *flags(toy))
     assert message in one_line_exit(stop)
     assert not pathlib.Path("runs").exists()
-    assert not any(cache.glob("*"))  # and no half-built index
+    assert not [path for path in cache.glob("*") if path.suffix != ".lock"]  # and no half-built index
 
 
 def test_interrupted_set_up_leaves_nothing(run, monkeypatch):
@@ -926,8 +930,9 @@ def test_bfloat16_runs_and_resumes(run):
     straight = run("--steps", 2, "--dtype", "bfloat16", "--eval-questions", "", name="straight")
     halves = run("--steps", 1, "--dtype", "bfloat16", "--eval-questions", "", name="halves")
     run.resume("--steps", 2, name="halves")
-    state = torch.load(latest_checkpoint(halves) / "optimizer.pt", weights_only=True)
-    assert len(state["masters"]) > 0 and all(master.dtype == torch.float32 for master in state["masters"])
+    masters = [tensor for name, tensor in load_file(latest_checkpoint(halves) / "optimizer.safetensors").items()
+               if name.endswith(".master")]
+    assert len(masters) > 0 and all(master.dtype == torch.float32 for master in masters)
     assert_same_run(straight, halves)
 
 

@@ -118,7 +118,7 @@ def test_prepare_is_atomic_cached_and_complete(tmp_path, monkeypatch):
     monkeypatch.setattr(world, "warm_start", broken)
     with pytest.raises(KeyboardInterrupt):
         world.prepare(tmp_path, 0)
-    assert not list(tmp_path.iterdir())  # nothing half-made is left
+    assert all(path.suffix == ".lock" for path in tmp_path.iterdir())  # nothing half-made is left
     monkeypatch.setattr(world, "warm_start",
                         lambda *arguments, **options: calls.append(1) or real(*arguments, **options))
     folder = world.prepare(tmp_path, 0, log=lambda line: None)
