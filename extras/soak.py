@@ -1,11 +1,11 @@
 """
-soak.py — thousands of tiny steps in one process: do memory, open files, Java's heap and the time of a step stay flat?
+soak.py — thousands of tiny steps in one process: do memory, open files, Java's heap and a step's time stay flat?
 
     python -m extras.soak                # 2,000 steps of a policy with random weights, some four minutes
 
-Such a policy hardly ever searches, so every step also asks Lucene 16 new queries: the retriever's cache of 10,000 answers
-fills up and is turned over. The reward is a coin, so that most steps have an update. A checkpoint is written every 100
-steps. Slopes are least squares over the second half, when caches and allocators are warm.
+Such a policy hardly ever searches, so every step also asks Lucene 16 new queries: the retriever's cache of 10,000
+answers fills up and is turned over. The reward is a coin, so that most steps have an update. A checkpoint is written
+every 100 steps. Slopes are least squares over the second half, when caches and allocators are warm.
 """
 import argparse
 import gc
