@@ -836,7 +836,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(what, run, toy, monkeypatch):
         run("--cache", cache, *flags(toy))
     assert message in one_line_exit(stop)
     assert not pathlib.Path("runs").exists()
-    assert not any(cache.glob("*"))  # and no half-built index
+    assert all(path.suffix == ".lock" for path in cache.glob("*"))  # and no half-built index
 
 
 def test_interrupted_set_up_leaves_nothing(run, monkeypatch):
