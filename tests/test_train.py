@@ -805,7 +805,8 @@ BAD_INPUT = {
     "corpus empty": (lambda toy: ["--corpus", write("c.jsonl", "")], "c.jsonl: the corpus is empty"),
     "corpus malformed": (lambda toy: ["--corpus", write("c.jsonl", PASSAGE + "{\n")], "c.jsonl:2: "),
     "passage ids twice": (
-        lambda toy: ["--corpus", write("c.jsonl", PASSAGE + PASSAGE)], "c.jsonl:2: passage id 'a' appears a second time"),
+        lambda toy: ["--corpus", write("c.jsonl", PASSAGE + PASSAGE)],
+        "c.jsonl:2: passage id 'a' appears a second time"),
     "retriever down": (
         lambda toy: ["--corpus", "http://127.0.0.1:9/retrieve"], "no usable answer from http://127.0.0.1:9/retrieve"),
     "prompt file missing": (lambda toy: ["--prompt-file", "nowhere.txt"], "nowhere.txt"),
