@@ -811,7 +811,8 @@ BAD_INPUT = {
     "corpus empty": (lambda toy: ["--corpus", write("c.jsonl", "")], "c.jsonl: the corpus is empty"),
     "corpus malformed": (lambda toy: ["--corpus", write("c.jsonl", PASSAGE + "{\n")], "c.jsonl:2: "),
     "passage ids twice": (
-        lambda toy: ["--corpus", write("c.jsonl", PASSAGE + PASSAGE)], "c.jsonl:2: passage id a appears a second time"),
+        lambda toy: ["--corpus", write("c.jsonl", PASSAGE + PASSAGE)],
+        "c.jsonl:2: passage id 'a' appears a second time"),
     "retriever down": (
         lambda toy: ["--corpus", "http://127.0.0.1:9/retrieve"], "no usable answer from http://127.0.0.1:9/retrieve"),
     "prompt file missing": (lambda toy: ["--prompt-file", "nowhere.txt"], "nowhere.txt"),
@@ -842,7 +843,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(what, run, toy, monkeypatch):
         run("--cache", cache, *flags(toy))
     assert message in one_line_exit(stop)
     assert not pathlib.Path("runs").exists()
-    assert not [path for path in cache.glob("*") if path.suffix != ".lock"]  # and no half-built index
+    assert all(path.suffix == ".lock" for path in cache.glob("*"))  # and no half-built index
 
 
 def test_interrupted_set_up_leaves_nothing(run, monkeypatch):
