@@ -374,7 +374,8 @@ def sample(logits, temperature, generator):
         total = cdf[:, -1:]
         u = torch.rand(total.shape, dtype=torch.float64, device=logits.device, generator=generator) * total
         u = torch.minimum(u, torch.nextafter(total, torch.zeros_like(total)))
-        ids = torch.searchsorted(cdf, u, right=True)[:, 0]
+        # with a NaN among the logits it is past the end; the log-prob then is NaN, for the caller to see
+        ids = torch.searchsorted(cdf, u, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     return ids, logprobs.gather(-1, ids[:, None])[:, 0]
 
 

@@ -21,13 +21,15 @@ from transformers import AutoModelForCausalLM
 import checkpoint
 import retriever
 import train
+from baselines import dr_grpo_advantages, reinforce_advantages, rloo_advantages
 from checkpoint import append_line, checkpoints, hold_interrupts, latest_checkpoint, save_checkpoint, trim
 from data import Question
 from policy import MasterAdamW, load_policy, pad_trajectories, token_logprobs, warm_start
 from retriever import RetrieverError, open_retriever
 from rollout import SEARCH_R1, Protocol, Trajectory, replay, rollout
 from stratgrpo import blended_advantages, group_advantages, stratified_advantages
-from train import CHANGEABLE, Config, compute_advantages, parse_config, questions_of_step, step_line, update
+from train import (CHANGEABLE, Config, alarms, alpha_at, collect, compute_advantages, parse_config, questions_of_step,
+                   step_line, update)
 
 PROMPT = "Q: {question}\n"
 PROTOCOL = Protocol(prompt=PROMPT, retry="again\n", max_turn_tokens=24, max_observation_tokens=45)
@@ -282,6 +284,86 @@ def test_compute_advantages_is_stratgrpo_with_groups_and_search_counts():
                        blended_advantages(rewards, groups, searches, 0.6))
 
 
+def test_every_estimator_is_its_function():
+    rewards, groups = torch.tensor([1.0, 0, 0, 1, 0, 1]).double(), torch.tensor([0, 0, 0, 1, 1, 1])
+    trajectories = [one(g, r, s) for g, r, s in zip(groups.tolist(), rewards.tolist(), [0, 0, 1, 1, 1, 2])]
+    strata = torch.tensor([0, 0, 1, 1, 1, 2])
+    for config, expected in (
+            (Config(advantage="dr-grpo"), dr_grpo_advantages(rewards, groups)),
+            (Config(advantage="rloo"), rloo_advantages(rewards, groups)),
+            (Config(advantage="reinforce"), reinforce_advantages(rewards)),
+            (Config(advantage="grpo", ddof=1), group_advantages(rewards, groups, ddof=1)),
+            (Config(advantage="san", ddof=1), stratified_advantages(rewards, groups, strata, ddof=1)),
+            (Config(advantage="san", min_stratum=3, small_strata="shrink", shrink_tau=2.0),
+             stratified_advantages(rewards, groups, strata, min_stratum=3, small="shrink", tau=2.0)),
+            (Config(min_stratum=3, small_strata="pool"),
+             blended_advantages(rewards, groups, strata, 0.6, min_stratum=3, small="pool")),
+            (Config(strata="none"), group_advantages(rewards, groups))):  # one stratum: any blend is GRPO
+        assert compute_advantages(trajectories, config)[0].tolist() == pytest.approx(expected.tolist(), abs=1e-12)
+
+
+def test_the_schedule_of_alpha():
+    config = Config(alpha="0.9:0.3", steps=7)
+    assert [alpha_at(config, step) for step in range(7)] == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
+    assert alpha_at(Config(alpha="0.9:0.3", steps=1), 0) == 0.9
+    assert [alpha_at(Config(alpha="0.25", steps=9), step) for step in (0, 4, 8)] == [0.25] * 3
+
+
+def test_the_schedule_needs_its_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs/r"
+    (folder / "checkpoint-000002").mkdir(parents=True)
+    config = Config(name="r", alpha="0.9:0.3", steps=4)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    with pytest.raises(ValueError, match="--steps cannot change"):
+        parse_config(["--resume", "runs/r", "--steps", "8"])
+    assert parse_config(["--resume", "runs/r", "--steps", "4"])[0] == config
+
+
+def test_resampling_drops_groups_without_spread_and_fills_up():
+    """Question i earns what pay[i] says; only questions 3 and 4 have spread."""
+    pay = [[0, 0], [1, 1], [0, 0], [0, 1], [1, 0], [0, 0]]
+    asked = []
+
+    def sample(batch):
+        asked.append([q.id for q in batch])
+        return [dataclasses.replace(one(group, float(reward), 0), question_id=q.id)
+                for group, q in enumerate(batch) for reward in pay[int(q.id)]]
+
+    config = Config(questions_per_step=4, resample=50)
+    kept, sampled, batch = collect(sample, QUESTIONS, config, 0)
+    assert len(asked) > 1 and {t.question_id for t in kept} <= {"3", "4"} and len(sampled) == 2 * sum(map(len, asked))
+    groups = {t.group for t in kept}
+    assert len(kept) == 8 and len(groups) == 4  # as many groups as a step has questions, all with spread
+    assert [q.id for q in batch] == sum(asked, [])
+    assert all(batch[t.group].id == t.question_id for t in sampled)  # groups are numbered through all rounds
+    first = list(asked)
+    asked.clear()
+    collect(sample, QUESTIONS, config, 0)
+    assert asked == first  # a function of (seed, step)
+    asked.clear()
+    kept, sampled, _ = collect(sample, QUESTIONS[:3], Config(questions_per_step=3, resample=2), 0)
+    assert kept == [] and len(asked) == 3 and len(sampled) == 18  # rounds are limited
+    asked.clear()
+    kept, sampled, _ = collect(sample, QUESTIONS, Config(questions_per_step=4), 0)
+    assert len(asked) == 1 and kept == sampled  # without the flag nothing is dropped
+
+
+def test_alarms():
+    calm = dict(truncated_share=0.1, invalid_share=0.2, unanswered_share=0.5, entropy=0.2, approx_kl=0.01, clipfrac=0.1,
+                strata={"0": {"share": 0.98}, "2": {"share": 0.02}})
+    assert alarms(calm, [0.4, 0.5, 0.6, 0.5, 0.4, 0.3]) == {}
+    for change in (dict(truncated_share=0.51), dict(invalid_share=0.6), dict(unanswered_share=0.6), dict(entropy=0.005),
+                   dict(approx_kl=0.2), dict(clipfrac=0.4), dict(strata={"2": {"share": 0.99}, "0": {"share": 0.01}})):
+        (name, text), = alarms({**calm, **change}, [0.4]).items()
+        assert name in change and (name == "strata" or f"{change[name]:.3f}" in text)
+    assert "stratum 2 holds 99.0%" in alarms({**calm, "strata": {"2": {"share": 0.99}}}, [])["strata"]
+    fallen = alarms(calm, [0.6] * 5 + [0.1] * 5)
+    assert list(fallen) == ["em"] and "0.100" in fallen["em"] and "0.600" in fallen["em"]
+    assert alarms(calm, [0.6] * 5 + [0.1] * 2) == {}  # one bad step is none
+    assert alarms({k: v for k, v in calm.items() if k not in ("entropy", "strata")}, []) == {}  # no update in this step
+
+
 # -----------------------------------------------------------------------------
 # the update
 
@@ -415,6 +497,25 @@ def test_mini_batches_epochs_and_learning_rate(toy_model, sampled_trajectories):
                Config(mini_batch=8, learning_rate=0.3, warmup_steps=2), step)
         rates += optimizer.learning_rates
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.3, 0.3, 0.3])
+
+
+def test_an_advantage_for_every_token_alone(toy_model, sampled_trajectories):
+    model, (trajectories, advantages) = toy_model[0], sampled_trajectories
+    (expected,), _ = gradient_of_update(model, trajectories, advantages)
+    longest = max(len(t.response_ids) for t in trajectories)
+    (spread,), _ = gradient_of_update(model, trajectories, advantages[:, None].expand(-1, longest))
+    assert relative_difference(spread, expected) < 1e-5
+    tokens = torch.randn(8, longest, generator=torch.Generator().manual_seed(0))
+    (gradient,), _ = gradient_of_update(model, trajectories, tokens)
+    total = torch.zeros(())
+    for row, t in zip(tokens, trajectories):
+        ids, sampled = pad_trajectories([t], "cpu")
+        ratio = (token_logprobs(model, ids, sampled)[0][0, len(t.prompt_ids) :] - torch.tensor(t.logprobs)).exp()
+        a, mask = row[: len(t.sampled)], torch.tensor(t.sampled)
+        total = total - (mask * torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)).sum()
+    (total / sum(sum(t.sampled) for t in trajectories)).backward()
+    assert relative_difference(gradient, torch.cat([p.grad.flatten() for p in model.parameters()])) < 1e-4
+    model.zero_grad()
 
 
 def test_only_equal_rewards_take_no_optimizer_step(toy_model, sampled_trajectories):
@@ -552,6 +653,62 @@ def test_resumed_runs_are_bit_equal(run, straight):
     scores = [json.loads((folder / "eval.json").read_text()) for folder in (straight, halves)]
     assert scores[0]["4"] == scores[1]["4"] and scores[0]["0"] == scores[1]["0"]
     assert json.loads((halves / "config.json").read_text())["steps"] == 4
+
+
+@pytest.mark.parametrize("flags", [
+    ("--advantage", "ppo", "--critic-sees-searches", "--gae-lambda", 0.9), ("--strata", "auto"),
+    ("--strata", "random", "--alpha", "0.9:0.3"), ("--resample", 2)])
+def test_resumed_runs_of_other_estimators_are_bit_equal(flags, run):
+    whole = run("--steps", 4, *flags, name="whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "step_line", on_call(3, interrupt, step_line))
+        with pytest.raises(SystemExit):
+            run("--steps", 4, *flags)
+    run.resume()
+    assert_same_run(whole, pathlib.Path("runs/run"))
+    for name in ("critic.safetensors", "critic_optimizer.safetensors") if "ppo" in flags else ():
+        files = [(latest_checkpoint(folder) / name).read_bytes() for folder in (whole, pathlib.Path("runs/run"))]
+        assert files[0] == files[1]
+    if "auto" in flags:
+        assert read_lines(whole / "strata.jsonl") == read_lines(pathlib.Path("runs/run/strata.jsonl"))
+
+
+def test_what_the_metrics_say_of_every_step(run):
+    folder = run("--steps", 2, "--advantage", "ppo", "--log-kl")
+    for row in read_lines(folder / "metrics.jsonl"):
+        assert {"var_group", "var_stratum", "gap", "dead_share", "singleton_share", "grad_norm", "entropy", "kl",
+                "approx_kl", "ratio_min", "ratio_max", "clipfrac", "response_tokens", "observation_tokens",
+                "truncated_share", "invalid_share", "unanswered_share", "by_searches", "value_loss",
+                "value_explained"} <= row.keys()
+        assert row["theorem1_error"] < 1e-9 and row["rollouts"] == row["trained_rollouts"] == 8
+        for stratum in row["strata"].values():
+            assert {"count", "share", "reward_mean", "reward_std", "bias", "advantage_mean",
+                    "advantage_var"} == stratum.keys()
+    assert row["kl"] > 0  # of the second step: it is logged without being paid for
+    for row in read_lines(folder / "trajectories.jsonl"):
+        assert row["stratum"] == row["n_searches"] and row["advantage"] != 0
+
+
+def test_log_kl_changes_nothing_but_the_log(run):
+    """With a reference no rollout is skipped, which is the same gradient up to rounding."""
+    a, b = run("--steps", 1, name="a"), run("--steps", 1, "--log-kl", name="b")
+    first, second = (read_lines(folder / "metrics.jsonl")[0] for folder in (a, b))
+    assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4) and second["loss"] == pytest.approx(
+        first["loss"], abs=1e-6)
+
+
+def test_a_policy_of_nan_stops_the_run(run, toy, monkeypatch, capsys):
+    def poisoned(*arguments, **options):
+        model, tokenizer = load_policy(*arguments, **options)
+        with torch.no_grad():
+            model.model.norm.weight[0] = float("nan")
+        return model, tokenizer
+
+    monkeypatch.setattr(train, "load_policy", poisoned)
+    with pytest.raises(SystemExit) as stop:
+        run("--steps", 9, "--eval-questions", "")
+    assert stop.value.code == 1 and "3 steps in a row were dropped" in capsys.readouterr().err
+    assert [row["dropped"] for row in read_lines(pathlib.Path("runs/run/metrics.jsonl"))] == [1, 2, 3]
 
 
 def test_resumed_runs_with_a_reference_are_bit_equal(run):
