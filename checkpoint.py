@@ -3,8 +3,8 @@ checkpoint.py — the files of a run. Killed, interrupted, out of memory or out 
 
 runs/NAME/checkpoint-STEP/ is a Hugging Face folder (model.safetensors, tokenizer, protocol.json), optimizer.safetensors
 and optimizer.json (AdamW's moments and the float32 masters; its settings), and manifest.json with the size and SHA-256
-of every other file; with ppo, the same two for the critic. safetensors and JSON only: nothing that could run code when it is read. STEP counts the finished
-steps.
+of every other file; with ppo, the same for the critic. safetensors and JSON only: nothing that could run code when it
+is read. STEP counts the finished steps.
 
 A checkpoint is written aside, synced to the disk, and renamed: what has the name is whole. The two newest are kept, so
 that there is one to go back to should the newest be damaged later. The older one goes before a new one is written:

@@ -7,14 +7,14 @@ experiments.py — the evidence in the README: when does stratification help? Fl
     python -m extras.experiments table                      # results.jsonl as the tables of the README
 
  1. the two-level bandit (extras/bandit.py): shares, skills, alphas, group sizes.
- 2. the two regimes of extras/regimes.py: ten estimators.
+ 2. the two regimes of extras/regimes.py: ten estimators, and six of them for twice as long.
  3. the first regime again: group sizes at equal rollouts, ddof, rules for small strata, token against sequence mean.
  4. a real model on real multi-hop questions, GRPO against Stratified GRPO. --data holds corpus/multihop.jsonl and
     questions/multihop_train.jsonl, 2wikimultihopqa_dev.jsonl; demonstrations come from extras/multihop_demos.py.
 
 A run is train.py with the flags listed below and nothing else, started from the one warm-started policy of its regime;
-a seed decides questions and sampling. Finished runs are lines of results.jsonl, in any order; an interrupted run is made
-again. Runs share nothing, so that --workers of them go on at a time, one thread each.
+a seed decides questions and sampling. Finished runs are lines of results.jsonl, in any order; an interrupted run is
+made again. Runs share nothing, so that --workers of them go on at a time, one thread each.
 """
 import argparse
 import contextlib
@@ -39,6 +39,8 @@ ARMS = {  # part 2: estimator -> flags
     "rloo": "--advantage rloo", "dr-grpo": "--advantage dr-grpo", "ppo": "--advantage ppo --critic-learning-rate 1e-2",
     "ppo, sees searches": "--advantage ppo --critic-learning-rate 1e-2 --critic-sees-searches",
 }
+LONG = {f"{arm}, 100 steps": f"{ARMS[arm]} --steps 100" for arm in (
+    "grpo", "stratified 0.6", "stratified 0.8", "stratified 0.9:0.3", "san", "random strata 0.6")}
 GROUPS = {  # part 3, all in the first regime. 64 rollouts a step, whatever the group size
     f"{name}, group of {size}": f"{flags} --questions-per-step {64 // size} --rollouts-per-question {size}"
     for size in (4, 16, 32) for name, flags in (("grpo", "--advantage grpo"), ("stratified 0.6", ""))
@@ -97,7 +99,7 @@ def plan(parts, seeds, cache):
         folder = regimes.prepare(regime, cache)
         data = [f"--model {folder} --questions {folder}/train.jsonl --eval-questions {folder}/heldout.jsonl "
                 f"--corpus {folder}/corpus.jsonl".split(), ["--cache", str(folder / "index")]]
-        for part, arms in ((2, ARMS), (3, {**GROUPS, **RULES})):
+        for part, arms in ((2, {**ARMS, **LONG}), (3, {**GROUPS, **RULES})):
             if part in parts and (part == 2 or regime == BAD):
                 tasks += [({"part": part, "regime": regime, "arm": arm, "seed": seed},
                            [*COMMON, *sum(data, []), *flags.split()])
@@ -168,8 +170,8 @@ def run(args):
                 sys.exit(f"error: a run failed, see {row}")
             append(results, row)
             print(f"{(time.monotonic() - started) / 60:6.1f} min {count:4d}/{len(tasks)} | part {row['part']} "
-                  f"{row['regime']} {row['arm']} seed {row['seed']} | EM {row['em_before']:.3f} -> {row['em']:.3f} | searches "
-                  f"{row['searches_before']:.2f} -> {row['searches']:.2f} | {row['seconds']:.0f} s", flush=True)
+                  f"{row['regime']} {row['arm']} seed {row['seed']} | EM {row['em_before']:.3f} -> {row['em']:.3f} | "
+                  f"searches {row['searches_before']:.2f} -> {row['searches']:.2f} | {row['seconds']:.0f} s", flush=True)
 
 
 # -----------------------------------------------------------------------------
@@ -213,7 +215,7 @@ def table(args):
     for row in sorted((row for row in rows if row["part"] > 1), key=lambda row: row["seed"]):
         by_arm.setdefault((row["part"], row["regime"], row["arm"]), []).append(row)
     for title, part, regime, arms in (
-            (f"part 2, {BAD}", 2, BAD, ARMS), (f"part 2, {RARE}", 2, RARE, ARMS),
+            (f"part 2, {BAD}", 2, BAD, [*ARMS, *LONG]), (f"part 2, {RARE}", 2, RARE, [*ARMS, *LONG]),
             ("part 3, group size at 64 rollouts a step (of 8: part 2)", 3, BAD, GROUPS),
             ("part 3, rules", 3, BAD, RULES), ("part 4, real model", 4, "real", ("grpo", "stratified"))):
         if present := [arm for arm in arms if (part, regime, arm) in by_arm]:
