@@ -48,7 +48,8 @@ def main(arguments=None):
     parser.add_argument("--method", default="agent", help=f"comma-separated: {', '.join(METHODS)}")
     parser.add_argument("--questions", "--benchmarks", help="files or benchmark names (nq, hotpotqa, ...), "
                         "comma-separated: one table row each")
-    parser.add_argument("--corpus", help="jsonl of passages, a pyserini index name, or the http://... of a "
+    parser.add_argument("--layout", default="auto", help="of the question files, see layouts.py; auto: by content")
+    parser.add_argument("--corpus", help="passages (see layouts.py), a pyserini index name, or the http://... of a "
                         "/retrieve server")
     parser.add_argument("--limit", type=int, default=0, help="only the first N questions of each file; 0: all")
     parser.add_argument("--samples", type=int, default=1, help="answers per question; more need a --temperature")
@@ -92,7 +93,7 @@ def run(args):
     for model in models:
         if model.startswith((".", "/", "~")) and not pathlib.Path(model).is_dir():  # not after an hour for another one
             raise ValueError(f"--model {model}: no such folder")
-    questions = {name: resolve_questions(name, "test", args.limit) for name in names}
+    questions = {name: resolve_questions(name, "test", args.limit, args.layout) for name in names}
     systems = [{"model": model, "method": method, "protocol": protocol_of(model, method, args)}
                for model in models for method in methods]
     config = {**vars(args), "corpus": corpus,

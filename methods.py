@@ -1,5 +1,5 @@
 """
-methods.py — the baselines that the paper compares with, each a few lines on the sampler and the retriever of the agent.
+methods.py — the paper's baselines, each a few lines on the sampler and the retriever of the agent.
 
     python eval.py --method agent,direct,cot,rag,ircot,search-o1,r1,research --model X --benchmarks nq --corpus C
 
@@ -33,19 +33,20 @@ DIRECT = Protocol(
 
 COT = Protocol(
     prompt="Answer the question. Think step by step first. Then write the answer, a few words without explanation, on "
-    "a last line that starts with \"So the answer is:\", for example\nSo the answer is: Beijing\nQuestion: {question}\n",
+    "a last line that starts with \"So the answer is:\", for example\nSo the answer is: Beijing\n"
+    "Question: {question}\n",
     **UNTAGGED | {"answer": ("So the answer is:", "")})
 
 RAG = Protocol(
     prompt="Answer the question at the end with a few words. The passages in front of it may help. Give the answer "
     "alone, without explanation.\n\n{question}\nAnswer:",
-    max_turn_tokens=64, **UNTAGGED)
+    max_turn_tokens=64, information=("", ""), **UNTAGGED)
 
 IRCOT = Protocol(
     prompt="Answer the question. Reason in short sentences, one at a time: each is looked up, and what is found is "
-    "shown to you between <information> and </information>. As soon as you know the answer, write it, a few words without "
-    "explanation, in a last sentence that starts with \"So the answer is:\", for example\nSo the answer is: Beijing.\n"
-    "Question: {question}\n",
+    "shown to you between <information> and </information>. As soon as you know the answer, write it, a few words "
+    "without explanation, in a last sentence that starts with \"So the answer is:\", for example\n"
+    "So the answer is: Beijing.\nQuestion: {question}\n",
     **UNTAGGED | {"answer": ("So the answer is:", ""), "max_searches": 4})
 
 SEARCH_O1 = Protocol(
@@ -72,8 +73,8 @@ R1 = Protocol(
 RESEARCH = Protocol(
     prompt="Answer the question below with the help of a Wikipedia search. Reason between <think> and </think>. When "
     "you need a fact, write <search> query </search>; what is found is returned between <result> and </result>. You "
-    "may think and search several times. At the end give the answer between <answer> and </answer>, with the exact answer, "
-    "a few words, inside \\boxed{}, for example <answer> The capital is \\boxed{Beijing} </answer>. "
+    "may think and search several times. At the end give the answer between <answer> and </answer>, with the exact "
+    "answer, a few words, inside \\boxed{}, for example <answer> The capital is \\boxed{Beijing} </answer>. "
     "Question: {question}\n",
     retry="\nMy last action was not valid. To search, I put the query between <search> and </search>. To answer, I put "
     "\\boxed{answer} between <answer> and </answer>. I try again.\n",
@@ -119,7 +120,7 @@ def rag(sampler, protocol, questions):
 def ircot(sampler, protocol, questions):
     """Search for the question, write a sentence, search for the sentence, ... until one names the answer."""
     codec = Codec(sampler.tokenizer, protocol)
-    trajectories = [Trajectory(q.id, i, codec.prompt(q.question)) for i, q in enumerate(questions)]
+    trajectories = begin(sampler, codec, questions)
     asking = list(zip(trajectories, questions, [question.question for question in questions]))
     for turn in range(protocol.max_searches + 1):
         last_turn = turn == protocol.max_searches
@@ -140,7 +141,7 @@ def ircot(sampler, protocol, questions):
 def search_o1(sampler, protocol, questions):
     """Search inside the reasoning; a second pass condenses the passages before they enter it."""
     codec, condense = Codec(sampler.tokenizer, protocol), Codec(sampler.tokenizer, CONDENSE)
-    trajectories = [Trajectory(q.id, i, codec.prompt(q.question)) for i, q in enumerate(questions)]
+    trajectories = begin(sampler, codec, questions)
     passes = [[trajectory] for trajectory in trajectories]
     opening, closing = protocol.search
     for turn in range(protocol.max_searches + 1):
@@ -153,14 +154,17 @@ def search_o1(sampler, protocol, questions):
                 asking.append((i, reasoning, query.strip()))
             else:
                 trajectories[i].answer = codec.answer(text) if how != "stop" else None
-                finish(trajectories[i], how if opened else "end")  # a closing tag alone is an invalid turn
-        queries = [query for _, _, query in asking]
-        found = look_up(sampler, protocol, [questions[i] for i, _, _ in asking], queries)
+                finish(trajectories[i], "end" if how == "stop" and not opened else how)  # a closing tag alone: invalid
+        found = look_up(sampler, protocol, [questions[i] for i, _, _ in asking], [query for _, _, query in asking])
+        tasks = []
         for (i, reasoning, query), (_, text) in zip(asking, found):
-            task = (f"Passages:\n{text}\nReasoning so far:{reasoning}\nSearch query: {query}\n"
+            task = (f"Passages:\n{text}\nReasoning so far: {reasoning.strip()}\nSearch query: {query}\n"
                     f"Question: {questions[i].question}")
-            passes[i].append(Trajectory(questions[i].id, i, condense.prompt(task)))
-        notes = write(sampler, condense, [passes[i][-1] for i, _, _ in asking])
+            tasks.append(Question(questions[i].id, task, questions[i].golden_answers))
+        second_passes = begin(sampler, condense, tasks)
+        for (i, _, _), second_pass in zip(asking, second_passes):
+            passes[i].append(second_pass)
+        notes = write(sampler, condense, second_passes)
         search(sampler, codec, [(trajectories[i], questions[i], query) for i, _, query in asking],
                Known([Passage(id, "", "" if rank else note, 0.0) for rank, id in enumerate(its_search.passage_ids)]
                      for (its_search, _), (note, _) in zip(found, notes)))
@@ -176,6 +180,16 @@ METHODS = {
 
 # -----------------------------------------------------------------------------
 # their steps
+
+def begin(sampler, codec, questions):
+    """-> a trajectory with its prompt for each question. ValueError if one does not fit."""
+    trajectories = [Trajectory(question.id, i, codec.prompt(question.question)) for i, question in enumerate(questions)]
+    for trajectory in trajectories:
+        if len(trajectory) >= sampler.max_context:
+            raise ValueError(f"question {trajectory.question_id}: prompt of {len(trajectory)} tokens does not fit "
+                             f"--max-context {sampler.max_context}")
+    return trajectories
+
 
 class Writer:
     """A row of the sampler that writes one text behind `context`: until stop(text), end of sequence, or a limit."""
@@ -201,16 +215,12 @@ class Writer:
 
 def write(sampler, codec, trajectories, stop=None):
     """Sample one text at the end of every trajectory. -> (text without the end-of-sequence token, how it ended) each:
-    "stop", "end", "limit" (max_turn_tokens) or "length" (max_context). ValueError if a context is already full."""
+    "stop", "end", "limit" (max_turn_tokens) or "length" (max_context)."""
     if not trajectories:
         return []
-    stop_tokens, rows = frozenset(stop_ids(sampler.model, sampler.tokenizer)), []
-    for i, trajectory in enumerate(trajectories):
-        if len(trajectory) >= sampler.max_context:
-            raise ValueError(f"question {trajectory.question_id}: prompt of {len(trajectory)} tokens does not fit "
-                             f"--max-context {sampler.max_context}")
-        rows.append(Writer(trajectory.prompt_ids + trajectory.response_ids, i, codec, stop, sampler.max_context,
-                           stop_tokens))
+    stop_tokens = frozenset(stop_ids(sampler.model, sampler.tokenizer))
+    rows = [Writer(trajectory.prompt_ids + trajectory.response_ids, i, codec, stop, sampler.max_context, stop_tokens)
+            for i, trajectory in enumerate(trajectories)]
     sample_rows(sampler.model, rows, lambda rows: None, sampler.temperature, sampler.slots, sampler.max_context,
                 sampler.generator)
     texts = []
@@ -276,10 +286,12 @@ SENTENCE_END = re.compile(r"(?<!\b[A-Z])(?<!\b[DMJS][rst])(?<!^\d)[.!?][\"')*]*$
 
 
 def sentence_ended(text):
-    """Whether the text, of which more is to come, has reached the end of its sentence: a full stop or a new line.
+    """Whether the text, of which more is to come, has reached the end of its sentence: a full stop, or a new line that
+    does not follow a colon.
 
-    >>> [sentence_ended(text) for text in ("It was J. K.", "1.", "He lives in the U.S.A", "It was Rowling.", "Yes\\n")]
+    >>> [sentence_ended(text) for text in ("It was J. K.", "1.", "The answer is:\\n", "It was Rowling.", "Yes\\n")]
     [False, False, False, True, True]
     """
     sentence = text.strip()
-    return bool(re.search(r"\w", sentence)) and (text.endswith("\n") or bool(SENTENCE_END.search(sentence)))
+    line_ended = text.endswith("\n") and not sentence.endswith(":")
+    return bool(re.search(r"\w", sentence)) and (line_ended or bool(SENTENCE_END.search(sentence)))

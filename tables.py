@@ -86,8 +86,11 @@ def summary(benchmarks, first=None):
 
 def tables(systems):
     """-> scores of every system; for one system its strata, for several EM side by side and the paired differences."""
-    several = len({s["model"] for s in systems}) > 1
-    label = {id(s): f"{s['method']} {pathlib.Path(s['model']).name}" if several else s["method"] for s in systems}
+    models = {s["model"] for s in systems}
+    short = {model: pathlib.Path(model).name for model in models}
+    if len(set(short.values())) < len(models):  # checkpoints of the same step
+        short = {model: model for model in models}
+    label = {id(s): s["method"] if len(models) == 1 else f"{s['method']} {short[s['model']]}" for s in systems}
 
     def mean(row, key):
         spread = f" ± {row[f'{key}_std']:.3f}" if f"{key}_std" in row else ""
