@@ -7,8 +7,9 @@ eval.py — exact match and F1 of policies and baselines on question files, with
 
 --method agent (the default) is a whole rollout under the protocol that the model folder was trained with
 (protocol.json), else Search-R1's; methods.py has the others. Every --model is run with every --method; the first pair
-is what the others are compared with. A checkpoint of the embedded world needs neither --questions nor --corpus: its own
-held-out questions are used.
+is what the others are compared with. The paper's seven benchmarks, by name, are searched for in the paper's corpus,
+wikipedia-dpr-100w, unless --corpus says otherwise. A checkpoint of the embedded world needs neither --questions nor
+--corpus: its own held-out questions are used.
 
 Greedy, every question exactly once; --samples K --temperature T asks each K times. Tokens are those the model read or
 wrote, prompts and second passes included, each once. --out FOLDER keeps predictions.jsonl (every trajectory, decoded,
@@ -31,11 +32,11 @@ from tqdm import tqdm
 import world
 from checkpoint import append_line, write_json
 from data import exact_match, f1_score, resolve_questions
-from methods import METHODS, Sampler
+from methods import METHODS, SEARCHLESS, Sampler
 from policy import choose_device, context_limit, load_policy, out_of_memory_names
 from retriever import RetrieverError, open_retriever
 from rollout import Search, Trajectory, load_protocol, record
-from tables import STYLES, scores, summary, tables
+from tables import AVERAGES, STYLES, scores, summary, tables
 
 CHANGEABLE = ("slots", "cache", "table", "out")  # settings that change no answer
 
@@ -86,7 +87,14 @@ def run(args):
     them in --out."""
     check_flags(args)
     models, methods = args.model.split(","), args.method.split(",")
-    names, corpus = (args.questions.split(","), args.corpus) if args.questions else embedded_world(models, args.cache)
+    if args.questions:
+        names, corpus = args.questions.split(","), args.corpus
+        if not corpus and set(names) <= set(AVERAGES["all seven"]):
+            corpus = "wikipedia-dpr-100w"
+    else:
+        names, corpus = embedded_world(models, args.cache)
+    if not corpus and not set(methods) <= SEARCHLESS:
+        raise ValueError(f"--corpus: is needed with --questions, unless --method is of {', '.join(sorted(SEARCHLESS))}")
     for flag, values in (("model", models), ("method", methods), ("questions", names)):
         if twice := [value for value in values if values.count(value) > 1]:
             raise ValueError(f"--{flag} {twice[0]}: given twice")
@@ -107,11 +115,12 @@ def run(args):
             key = (system["model"], system["method"], name)
             waiting = [(question, i) for question in items for i in range(args.samples)
                        if (*key, question.id, i) not in done]
+            if waiting and not retriever and system["method"] not in SEARCHLESS:
+                retriever = open_retriever(corpus, cache_dir=args.cache or None)
             if waiting and loaded != system["model"]:
                 model = None  # frees the one before
                 model, tokenizer = load_policy(system["model"], *device, args.max_context)
                 loaded = system["model"]
-            retriever = retriever or open_retriever(corpus, cache_dir=args.cache or None)
             size = 4 * args.slots  # a chunk is answered together and written together
             for start in tqdm(range(0, len(waiting), size), desc=" ".join(key[1:]), unit="chunk", disable=None,
                               leave=False):
@@ -132,8 +141,8 @@ def run(args):
 
 
 def check_flags(args):
-    if bool(args.questions) != bool(args.corpus):
-        raise ValueError("--questions and --corpus go together")
+    if args.corpus and not args.questions:
+        raise ValueError("--corpus: needs --questions, too")
     for name, least in (("slots", 1), ("limit", 0), ("max_context", 0), ("max_searches", -1), ("max_turn_tokens", 0),
                         ("samples", 1), ("temperature", 0)):
         if not getattr(args, name) >= least:

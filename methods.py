@@ -176,6 +176,7 @@ METHODS = {
     "direct": (agent, DIRECT), "cot": (agent, COT), "rag": (rag, RAG), "ircot": (ircot, IRCOT),
     "search-o1": (search_o1, SEARCH_O1), "r1": (agent, R1), "research": (agent, RESEARCH),
 }
+SEARCHLESS = {"direct", "cot", "r1"}  # these need no corpus
 
 
 # -----------------------------------------------------------------------------

@@ -152,7 +152,8 @@ BAD_INPUT = [
     (["--method", "agent,magic"], "--method magic: not one of agent, direct"),
     (["--method", "cot,cot"], "--method cot: given twice"), (["--layout", "x"], "layout 'x'"),
     (["--model", "m,./nowhere"], "--model ./nowhere: no such folder"),
-    (["--corpus", ""], "--questions and --corpus go together"), (["--device", "nonsense"], "--device nonsense"),
+    (["--corpus", ""], "--corpus: is needed with --questions"),
+    (["--questions", ""], "--corpus: needs --questions"), (["--device", "nonsense"], "--device nonsense"),
 ]
 
 
@@ -181,6 +182,20 @@ def test_malformed_questions_name_file_and_line(run):
     with pytest.raises(SystemExit) as stop:
         run("--questions", "q.jsonl")
     assert "q.jsonl:2: not valid JSON" in one_line_exit(stop)
+
+
+def test_methods_that_do_not_search_need_no_corpus(run, monkeypatch):
+    monkeypatch.setattr(evaluation, "open_retriever", None)  # would fail
+    run("--corpus", "", "--method", "direct,cot,r1", "--max-turn-tokens", 5, "--limit", 1, "--max-context", 500)
+
+
+def test_benchmarks_by_name_are_searched_for_in_the_paper_s_corpus(run, monkeypatch):
+    opened = []
+    monkeypatch.setattr(evaluation, "resolve_questions", lambda *args: [Question(args[0], "q?", ["a"])])
+    monkeypatch.setattr(evaluation, "open_retriever", lambda spec, **kwargs: opened.append(spec) or run.retriever)
+    run("--benchmarks", "nq,musique", "--corpus", "")
+    run("--benchmarks", "nq,musique", "--corpus", "mine.jsonl")
+    assert opened == ["wikipedia-dpr-100w", "mine.jsonl"]
 
 
 def test_unknown_flags_and_a_missing_model_are_errors(capsys):
