@@ -1,6 +1,6 @@
 """Questions in, golden answers, and the scores: exact match (EM), F1, and a bootstrap interval for their mean.
 
-A questions file is jsonl in the FlashRAG layout, one object a line:
+A questions file is jsonl in the FlashRAG layout, one object a line, or in any other layout of layouts.py:
     {"id": "q1", "question": "who is ...?", "golden_answers": ["Jan Koum", ...], "metadata": {...}}
 metadata is optional. Try it: python -m doctest -v data.py
 
@@ -11,7 +11,6 @@ Answers are compared after the SQuAD normalisation that Search-R1 and its succes
 """
 
 import collections
-import json
 import os
 import re
 import reprlib
@@ -20,7 +19,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
+from huggingface_hub.errors import HTTPError, RemoteEntryNotFoundError
+
+from layouts import check_values, question_rows
+
+HUB_DATASET = "RUC-NLPIR/FlashRAG_datasets"
+# the benchmarks of the paper and their training sets; source: the table in FlashRAG's README
+BENCHMARK_SIZES = {
+    "nq/test": 3610, "triviaqa/test": 11313, "popqa/test": 14267, "hotpotqa/dev": 7405, "2wikimultihopqa/dev": 12576,
+    "musique/dev": 2417, "bamboogle/test": 125, "nq/train": 79168, "triviaqa/train": 78785, "hotpotqa/train": 90447,
+    "2wikimultihopqa/train": 15000, "musique/train": 19938,
+}
 
 
 @dataclass
@@ -31,95 +40,72 @@ class Question:
     metadata: dict = field(default_factory=dict)
 
 
-def resolve_questions(names, split, limit=0):
+def resolve_questions(names, split, limit=0, layout="auto"):
     """Comma-separated files or benchmark names (nq, hotpotqa, ...) -> list of Question, one after the other; the
     first `limit` of each, 0: all.
 
     A name that is no file is looked up in the hub dataset RUC-NLPIR/FlashRAG_datasets, as NAME/SPLIT.jsonl or, where
-    there is no test split, NAME/dev.jsonl; huggingface_hub downloads it once. Raises ValueError as load_questions, or
-    if nothing is found.
+    there is no test split, NAME/dev.jsonl; huggingface_hub downloads it once (HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE
+    are its). Raises ValueError as load_questions, if nothing is found, or if a benchmark has not all its questions.
     """
     questions = []
     for name in names.split(","):
-        path = name
-        if not os.path.exists(name):
-            if not re.fullmatch(r"\w+", name):
-                raise ValueError(f"{name}: no such file, and no benchmark name such as nq or hotpotqa")
-            for part in [split, "dev"] if split == "test" else [split]:
-                try:
-                    path = hf_hub_download("RUC-NLPIR/FlashRAG_datasets", f"{name}/{part}.jsonl", repo_type="dataset")
-                    break
-                except RemoteEntryNotFoundError:  # musique and others have no test split
-                    continue
-                except (HfHubHTTPError, OSError) as error:
-                    raise ValueError(f"{name}: no such file, and the hub dataset could not be reached "
-                                     f"({type(error).__name__}); give a jsonl file") from error
-            else:
-                raise ValueError(f"{name}: no such file, and the hub dataset RUC-NLPIR/FlashRAG_datasets has no "
-                                 f"{name}/{split}.jsonl")
-        questions += load_questions(path)[: limit or None]
+        if os.path.isfile(name):
+            questions += load_questions(name, limit=limit, layout=layout)
+            continue
+        if not re.fullmatch(r"\w+", name):
+            raise ValueError(f"{name}: no such file, and no benchmark name such as nq or hotpotqa")
+        parts = [split, "dev"] if split == "test" else [split]
+        parts = [part for part in parts if f"{name}/{part}" in BENCHMARK_SIZES] or parts
+        for part in parts:
+            try:
+                path = hf_hub_download(HUB_DATASET, f"{name}/{part}.jsonl", repo_type="dataset")
+                break
+            except RemoteEntryNotFoundError:  # no such split, as far as we know without BENCHMARK_SIZES
+                continue
+            except (HTTPError, OSError) as error:  # a connection that breaks off is no OSError
+                raise ValueError(f"{name}: no such file, and the hub dataset could not be reached "
+                                 f"({type(error).__name__}); give a file, or fill huggingface_hub's cache") from error
+        else:
+            raise ValueError(f"{name}: no such file, and the hub dataset {HUB_DATASET} has no {name}/{parts[-1]}.jsonl")
+        found, expected = load_questions(path), BENCHMARK_SIZES.get(f"{name}/{part}")
+        if expected and len(found) != expected:
+            raise ValueError(f"{name}: {len(found)} questions in {path}, but {HUB_DATASET} should have {expected}; to "
+                             "use these all the same, give the file instead of the name")
+        questions += found[: limit or None]
     return questions
 
 
-def load_questions(path, extra=()):
-    """Read a jsonl file of questions -> list of Question, in file order. Fields named in `extra` are required, too,
-    and go into metadata.
+def load_questions(path, extra=(), limit=0, layout="auto"):
+    """Read a file of questions -> list of Question, in file order; all is read and checked, the first `limit` are given
+    (0: all). Fields named in `extra` are required, too, and go into metadata. layout: see layouts.py.
 
     Blank lines and a UTF-8 byte order mark are skipped, unknown fields ignored. Ids must be unique, because results
     are reported by id.
-    Raises ValueError "file:line: what is wrong" for malformed JSON (strict_json), a missing field, a wrong type, no
+    Raises ValueError "file:line: what is wrong" for malformed JSON, a missing field, a wrong type, no
     golden answer, a repeated id, a line that is not UTF-8, a file without questions; FileNotFoundError when there is no
     such file.
     """
-    questions, first_line = [], {}
-    with open(path, "rb") as file:  # bytes, so that a decoding error knows its line
-        for number, raw in enumerate(file, start=1):
-            where = f"{path}:{number}"
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: not UTF-8 ({error.reason})") from None
-            if not line:
-                continue
-            question = _parse_question(line, where, extra)
-            if question.id in first_line:
-                raise ValueError(f"{where}: id {reprlib.repr(question.id)} was already used on line "
-                                 f"{first_line[question.id]}")
-            first_line[question.id] = number
-            questions.append(question)
+    questions, first = [], {}
+    for where, row in question_rows(path, layout):
+        question = _parse_question(row, where, extra)
+        if question.id in first:
+            raise ValueError(f"{where}: id {reprlib.repr(question.id)} was already used on line {first[question.id]}")
+        first[question.id] = where.removeprefix(f"{path}:")
+        questions.append(question)
     if not questions:
         raise ValueError(f"{path}: no questions in this file")
-    return questions
+    return questions[: limit or None]
 
 
-def strict_json(text):
-    """json.loads, but everything wrong is a one-line ValueError, also what Python lets through or trips over: NaN and
-    infinity, a key that appears twice, half a surrogate pair (no tokenizer or file takes it), nesting too deep."""
-    def unique(pairs):
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("a key appears twice in one object")
-        return dict(pairs)
-
+def _parse_question(row, where, extra):
     try:
-        value = json.loads(text, object_pairs_hook=unique)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    return value
-
-
-def _parse_question(line, where, extra):
-    try:
-        row = strict_json(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON ({error.msg}, column {error.colno})") from None
+        check_values(row)
     except ValueError as error:
         raise ValueError(f"{where}: not valid JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object with id, question, golden_answers")
     for name in ("id", "question", "golden_answers", *extra):
         if name not in row:
-            raise ValueError(f"{where}: field {name!r} is missing")
+            raise ValueError(f"{where}: field {name!r} is missing; layouts.py lists the layouts understood")
     for name in ("id", "question"):
         if not isinstance(row[name], str) or not row[name].strip():
             raise ValueError(f"{where}: {name!r} must be a non-empty string, not {reprlib.repr(row[name])}")

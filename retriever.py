@@ -6,7 +6,8 @@ retriever.py: the search engine behind the agent's <search> tag: BM25 over a cor
         print(passages[0].title, passages[0].text, passages[0].score)
 
 A corpus is jsonl, a passage a line: {"id": "7", "contents": "\\"Title\\"\\ntext"}, the layout of Search-R1 and wiki-18,
-or {"id": "7", "title": "Title", "text": "text"}. Both give the same index: title and text are searched together.
+or {"id": "7", "title": "Title", "text": "text"}; or any other layout of layouts.py, DPR's psgs_w100.tsv.gz among them.
+All give the same index: title and text are searched together.
 
 BM25 is Lucene's (through Anserini, the Java half of pyserini) with Search-R1's and pyserini's k1 = 0.9, b = 0.4:
 
@@ -37,6 +38,8 @@ import urllib.parse
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+
+from layouts import Ids, corpus_files, corpus_rows
 
 INDEX_FORMAT = "stratgrpo index 1: english analyzer, porter stemmer, stop words dropped, raw json stored"
 CACHED_QUERIES = 10_000         # answers kept in memory, about 3 kB each at k = 3
@@ -139,32 +142,23 @@ def start_java():
 
 def read_corpus(path):
     """Yields each passage as a json string {"id", "contents"}. ValueError names file:line and what is wrong."""
-    ids = set()
-    with open(path, "rb") as file:
-        for line_number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-                if not isinstance(row, dict) or not isinstance(row.get("id"), (str, int)):
-                    raise ValueError('no "id"; a passage is {"id", "contents"} or {"id", "title", "text"}')
-                id, contents, title, text = str(row["id"]), row.get("contents"), row.get("title"), row.get("text")
-                id = id.encode("utf-8", "replace").decode()                 # lone surrogates become question marks
-                if contents is None and isinstance(title, str) and isinstance(text, str):
-                    title = title.replace("\n", " ")
-                    contents = f'"{title}"\n{text}'
-                if not isinstance(contents, str) or not contents.strip():   # anserini drops an empty one silently
-                    raise ValueError(f'passage {reprlib.repr(id)} needs a non-empty "contents", or "title" and "text"')
-                if id in ids:
-                    raise ValueError(f"passage id {reprlib.repr(id)} appears a second time; ids must be unique")
-            except RecursionError:
-                raise ValueError(f"{path}:{line_number}: nested too deeply") from None
-            except ValueError as error:             # malformed json and utf-8 are ValueErrors too
-                raise ValueError(f"{path}:{line_number}: {error}") from None
-            ids.add(id)
-            passage = json.dumps({"id": id, "contents": contents}, ensure_ascii=False)
-            yield passage.encode("utf-8", "replace").decode()
-    if not ids:
+    ids, empty = Ids(), True
+    for where, row in corpus_rows(path):
+        if not isinstance(row, dict) or not isinstance(row.get("id"), (str, int)):
+            raise ValueError(f'{where}: no "id"; a passage is {{"id", "contents"}} or {{"id", "title", "text"}}')
+        id, contents, title, text = str(row["id"]), row.get("contents"), row.get("title"), row.get("text")
+        id = id.encode("utf-8", "replace").decode()                         # lone surrogates become question marks
+        if contents is None and isinstance(title, str) and isinstance(text, str):
+            title = title.replace("\n", " ")
+            contents = f'"{title}"\n{text}'
+        if not isinstance(contents, str) or not contents.strip():           # anserini drops an empty one silently
+            raise ValueError(f'{where}: passage {reprlib.repr(id)} needs a non-empty "contents", or "title" and "text"')
+        if not ids.add(id):
+            raise ValueError(f"{where}: passage id {reprlib.repr(id)} appears a second time; ids must be unique")
+        empty = False
+        passage = json.dumps({"id": id, "contents": contents}, ensure_ascii=False)
+        yield passage.encode("utf-8", "replace").decode()
+    if empty:
         raise ValueError(f"{path}: the corpus is empty; it needs a passage a line")
 
 
@@ -191,14 +185,16 @@ def is_whole(folder, jnius):
 
 
 def build_index(corpus, cache_dir):
-    """Folder of the Lucene index of a jsonl corpus, built if the cache has none or a damaged one.
+    """Folder of the Lucene index of a corpus, built if the cache has none or a damaged one.
 
     The name hashes what the index depends on: corpus, our format, Anserini's version (k1 and b act at search time).
     Built aside, then renamed, so what has the final name is whole. Of processes that want the same index at once, one
     builds it and the others wait; the system frees the lock of one that dies, and the next build removes its remains.
     """
-    with open(corpus, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
+    digest = hashlib.sha256()
+    for path in corpus_files(corpus):
+        with open(path, "rb") as file:
+            hashlib.file_digest(file, lambda: digest)                       # goes on with the same digest
     digest.update(f"{INDEX_FORMAT} {anserini_jar().name}".encode())
     folder = cache_dir / f"bm25-{digest.hexdigest()[:20]}"
     jnius = start_java()
@@ -251,7 +247,8 @@ def write_index(corpus, folder, jnius):
 
 
 class BM25Retriever:
-    """BM25 over `corpus`, a jsonl file or the folder of a Lucene index that stores its passages; k1 >= 0, 0 <= b <= 1.
+    """BM25 over `corpus`, as in layouts.py, or the folder of a Lucene index that stores its passages; k1 >= 0,
+    0 <= b <= 1.
 
     `search(queries, k)` gives for each query, in the order asked, its at most k best passages, best first. Any string
     is a query (a bag of words, there is no syntax); without a known word it finds nothing. Threads may share it.
@@ -261,7 +258,8 @@ class BM25Retriever:
     def __init__(self, corpus, k1=0.9, b=0.4, cache_dir=None):
         if not (k1 >= 0 and 0 <= b <= 1):
             raise ValueError(f"BM25 needs k1 >= 0 and 0 <= b <= 1, got k1={k1}, b={b}")
-        self.folder = Path(corpus) if Path(corpus).is_dir() else build_index(corpus, cache_folder(cache_dir))
+        is_index = Path(corpus).is_dir() and (any(Path(corpus).glob("segments_*")) or not corpus_files(corpus))
+        self.folder = Path(corpus) if is_index else build_index(corpus, cache_folder(cache_dir))
         self.jnius = start_java()
         self.searcher, self.n_passages = open_index(self.folder, self.jnius)
         self.searcher.set_bm25(k1, b)
@@ -370,7 +368,8 @@ def first_line(error):
 
 
 def open_retriever(spec, k1=0.9, b=0.4, cache_dir=None):
-    """Retriever for a server's http(s) address, a corpus.jsonl, or a pyserini prebuilt index as wikipedia-dpr-100w.
+    """Retriever for a server's http(s) address, a corpus (layouts.py), or a pyserini prebuilt index as
+    wikipedia-dpr-100w.
 
     A prebuilt index is downloaded once (that one: 9 GB) into pyserini's cache, ~/.cache/pyserini or PYSERINI_CACHE.
     """

@@ -33,7 +33,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import Cache
 
-from data import extract_answer, load_questions, normalize_answer, strict_json
+from data import extract_answer, load_questions, normalize_answer
+from layouts import strict_json
 from policy import stop_ids, vocabulary_logits
 
 PREFILL_TOKENS = 16384  # padded tokens in one forward; bounds the activations of a prefill
@@ -46,7 +47,8 @@ class Protocol:
     prompt: str                         # with {question}; wrapped in the chat template if the tokenizer has one
     retry: str                          # forced after a turn that neither searched nor answered
     search: tuple[str, str] = ("<search>", "</search>")
-    answer: tuple[str, str] = ("<answer>", "</answer>")
+    answer: tuple[str, str] = ("<answer>", "</answer>")     # no closing tag: the end of the turn closes the answer
+    boxed: bool = False                 # the answer is what \\boxed{...} holds there
     information: tuple[str, str] = ("\n\n<information>", "</information>\n\n")
     # neutralised in passages, too
     other_tags: tuple[str, ...] = ("<think>", "</think>", "<information>", "</information>")
@@ -167,7 +169,7 @@ class Codec:
         self.information = [self.encode(text) for text in protocol.information]
         self.retry = self.encode(protocol.retry)
         closing_tags = protocol.search[1], protocol.answer[1]
-        self.closing_ids = ids_containing(tokenizer, frozenset(tag[-1] for tag in closing_tags))
+        self.closing_ids = ids_containing(tokenizer, frozenset("".join(tag[-1:] for tag in closing_tags)))
         self.closing_tokens = max(len(tag.encode()) for tag in closing_tags)  # a token holds a byte or more
         self.passage_tokens = protocol.max_observation_tokens - sum(map(len, self.information))
         if self.passage_tokens < 1:
@@ -206,6 +208,18 @@ class Codec:
             return self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
         return self.tokenizer.encode(text)  # with the tokenizer's own beginning-of-sequence token, if it has one
 
+    def answer(self, turn):
+        """The answer in the text of a turn, or None. Without a closing tag it is the line behind the opening one."""
+        opening, closing = self.protocol.answer
+        if closing:
+            answer = extract_answer(turn, opening, closing)
+        else:
+            start = turn.rfind(opening) + len(opening) if opening else 0
+            answer = turn[start:].strip() or None if opening in turn else None
+        if answer and self.protocol.boxed:
+            return last_boxed(answer)
+        return answer.partition("\n")[0].strip() if answer and not closing else answer
+
     def observation(self, passages):
         """Passages cut to the limit first and wrapped afterwards, so the closing tag is always there."""
         texts = []
@@ -215,6 +229,19 @@ class Codec:
         text = "".join(texts)[: TOKEN_CHARACTERS * (self.passage_tokens + 1)]
         opening, closing = self.information
         return opening + self.harmless(text, self.passage_tokens)[1] + closing
+
+
+def last_boxed(text):
+    """The content of the last \\boxed{...} or \\boxed{\\text{...}}, braces matched, stripped; None without one."""
+    _, opened, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for i, character in enumerate(rest if opened else ""):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            content = rest[:i].strip()
+            inner = re.fullmatch(r"\\text\s*\{(.*)\}", content, re.DOTALL)
+            return inner[1].strip() if inner else content
+    return None
 
 
 # -----------------------------------------------------------------------------
@@ -239,24 +266,28 @@ class Row:
         closing_tags, ids = (protocol.search[1], protocol.answer[1]), trajectory.response_ids
         # the last few tokens first: decoding the whole turn after every ">" would take quadratic time
         tail = ids[max(self.turn_start, len(ids) - self.codec.closing_tokens) :]
-        if token in self.codec.closing_ids and any(tag in self.codec.decode(tail) for tag in closing_tags):
+        if token in self.codec.closing_ids and any(tag and tag in self.codec.decode(tail) for tag in closing_tags):
             # a tag's ">" may be merged with what follows it, so tags are found in text, never in ids
             text = self.codec.decode(ids[self.turn_start :])
-            ends = [(text.find(tag), tag) for tag in closing_tags if tag in text]
+            ends = [(text.find(tag), tag) for tag in closing_tags if tag and tag in text]
             if ends:
                 end, tag = min(ends)
                 opening = protocol.search[0] if tag == protocol.search[1] else protocol.answer[0]
                 if opening not in text[:end]:
                     self.invalid = True
                 elif tag == protocol.answer[1]:
-                    trajectory.answer, trajectory.finish = (
-                        extract_answer(text[: end + len(tag)], *protocol.answer), "answer")
+                    trajectory.answer, trajectory.finish = self.codec.answer(text[: end + len(tag)]), "answer"
                 elif last_turn:
                     trajectory.finish = "turns"  # no search is left: not executed, so it counts in no stratum
                 else:
                     self.query = text[text.rfind(opening, 0, end) + len(opening) : end].strip()
         if not (trajectory.finish or self.query is not None):
-            self.invalid |= token in self.stop_tokens or len(ids) - self.turn_start >= protocol.max_turn_tokens
+            stopped, turn_ids = token in self.stop_tokens, ids[self.turn_start :]
+            ended = stopped or len(turn_ids) >= protocol.max_turn_tokens
+            if ended and not protocol.answer[1]:
+                trajectory.answer = self.codec.answer(self.codec.decode(turn_ids[:-1] if stopped else turn_ids))
+                trajectory.finish = "answer" if stopped and trajectory.answer is not None else ""
+            self.invalid |= ended and not trajectory.finish
             if self.invalid:
                 trajectory.n_invalid += 1
                 trajectory.finish = "turns" if last_turn else ""
@@ -379,7 +410,6 @@ def sample(logits, temperature, generator):
     return ids, logprobs.gather(-1, ids[:, None])[:, 0]
 
 
-@torch.no_grad()
 def rollout(model, tokenizer, questions, retriever, protocol, rollouts_per_question=1, temperature=1.0, slots=64,
             max_context=4096, generator=None):
     """Sample `rollouts_per_question` trajectories for every question; -> list[Trajectory], question by question.
@@ -390,7 +420,7 @@ def rollout(model, tokenizer, questions, retriever, protocol, rollouts_per_quest
     does not fit.
     """
     codec, stop_tokens = Codec(tokenizer, protocol), frozenset(stop_ids(model, tokenizer))
-    pending = []
+    rows = []
     for group, question in enumerate(questions):
         prompt_ids = codec.prompt(question.question)
         if len(prompt_ids) >= max_context:
@@ -398,17 +428,28 @@ def rollout(model, tokenizer, questions, retriever, protocol, rollouts_per_quest
                              f"--max-context {max_context}")
         for _ in range(rollouts_per_question):
             trajectory = Trajectory(question.id, group, prompt_ids)
-            pending.append(Row(trajectory, question, codec, max_context, stop_tokens))
-    trajectories = [row.trajectory for row in pending]
-    pending.reverse()  # pop from the end
-    active = []        # active[i] lives in slot i
+            rows.append(Row(trajectory, question, codec, max_context, stop_tokens))
+    sample_rows(model, rows, functools.partial(answer_searches, retriever=retriever, codec=codec), temperature, slots,
+                max_context, generator)
+    return [row.trajectory for row in rows]
+
+
+@torch.no_grad()
+def sample_rows(model, rows, end_turns, temperature, slots, max_context, generator=None):
+    """Run every row until its trajectory has a `finish`; rows of a group are neighbours and share their prompt.
+
+    A row takes its next token by `accept(token, logprob)` and leaves ids to be read in `feed`; end_turns(rows) is
+    called with the rows that have just sampled.
+    """
+    pending = rows[::-1]  # pop from the end
+    active = []           # active[i] lives in slot i
     cache, prefixes = SlotCache(min(slots, len(pending)), max_context), {}
 
     def advance(rows, hidden):
         ids, logprobs = sample(vocabulary_logits(model, hidden), temperature, generator)
         for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist()):
             row.accept(token, logprob)
-        answer_searches(rows, retriever, codec)
+        end_turns(rows)
 
     while pending or active:
         if pending and len(active) < cache.slots:
@@ -446,7 +487,6 @@ def rollout(model, tokenizer, questions, retriever, protocol, rollouts_per_quest
                 if slot < len(active):
                     cache.store(slot, cache.load(len(active), last.length))
                     active[slot] = last
-    return trajectories
 
 
 # -----------------------------------------------------------------------------

@@ -6,6 +6,8 @@ train.py — train a search agent with Stratified GRPO, read top to bottom.
     python train.py --strata placement      # the same run with another idea of "same structure": see strata.py
     python train.py --model DIR --questions F --corpus F --eval-questions F     # your model and data
     python train.py --preset search-r1      # the paper's setting: Qwen2.5-3B, NQ + HotpotQA, 2018 Wikipedia; one GPU
+    python train.py --protocol research ... # ReSearch's protocol and reward; r1: reasoning without search
+    python train.py --protocol direct --demos answers --sft-steps 500 --steps 0 ...     # the SFT baseline
     python train.py --resume runs/NAME      # go on after an interruption
 
 A step: rollout -> reward -> strata -> advantages -> PPO epochs over mini-batches -> log. runs/NAME/ then holds
@@ -45,10 +47,12 @@ import world
 from baselines import Critic, dr_grpo_advantages, reinforce_advantages, rloo_advantages
 from checkpoint import (append_line, hold_interrupts, latest_checkpoint, load_critic, load_optimizer, lock, read_lines,
                         save_checkpoint, trim, whole_checkpoint, whole_or_nothing, write_json)
-from data import exact_match, resolve_questions, score
+from data import resolve_questions, score
+from methods import PROTOCOLS, answer_demonstrations
 from policy import (MasterAdamW, OutOfMemory, choose_device, load_policy, micro_batches, out_of_memory_names,
                     pad_trajectories, token_logprobs, warm_start)
 from retriever import RetrieverError, open_retriever
+from rewards import REWARDS, reward
 from rollout import Codec, load_demonstrations, load_protocol, record, rollout
 from stratgrpo import (SMALL_STRATA, blended_advantages, group_advantages, kl_k3, ppo_clip_loss, stratified_advantages,
                        stratum_report)
@@ -73,7 +77,8 @@ class Config:
     corpus: str = flag("", "jsonl of passages, a pyserini index name, or the http://... of a Search-R1 /retrieve "
                        "server")
     # warm start
-    demos: str = flag("", "jsonl of demonstrations {id, question, golden_answers, turns} for a supervised warm start")
+    demos: str = flag("", "jsonl of demonstrations {id, question, golden_answers, turns} for a supervised warm start, "
+                      "or 'answers': every training question -> its first golden answer, the paper's SFT baseline")
     sft_steps: int = flag(0, "optimizer steps on the demonstrations before RL")
     sft_batch: int = flag(32, "demonstrations per such step")
     sft_learning_rate: float = flag(1e-5, "peak learning rate of the warm start")
@@ -109,6 +114,10 @@ class Config:
     passages: int = flag(-1, "passages per search; -1: as the protocol says")
     max_turn_tokens: int = flag(-1, "tokens the policy may sample in one turn; -1: as the protocol says")
     max_observation_tokens: int = flag(-1, "tokens of one <information> block; -1: as the protocol says")
+    protocol: str = flag("", "prompt and tags, see methods.py; empty: as the model was trained, else search-r1",
+                         choices=["", *PROTOCOLS])
+    reward: str = flag("", "em, or one that looks at the form, see rewards.py; empty: em, with --protocol research its "
+                       "own", choices=["", *REWARDS])
     prompt_file: str = flag("", "text file with another prompt, containing {question}")
     max_context: int = flag(512, "tokens of prompt and response together; a trajectory that does not fit stops")
     slots: int = flag(128, "rollouts in flight; the KV cache holds slots x max_context tokens. lower it when memory "
@@ -494,6 +503,8 @@ def setup(config, folder, resumed, held):
                 "corpus": f"{source}/corpus.jsonl"}
     checkpoint = whole_checkpoint(folder) if resumed else None
     protocol = load_protocol(checkpoint or source)
+    if config.protocol and not resumed:
+        protocol = PROTOCOLS[config.protocol]
     changes = {key: getattr(config, key)
                for key in ("max_searches", "passages", "max_turn_tokens", "max_observation_tokens")}
     protocol = dataclasses.replace(protocol, **{key: value for key, value in changes.items() if value >= 0})
@@ -519,7 +530,10 @@ def setup(config, folder, resumed, held):
     retriever = open_retriever(data["corpus"], cache_dir=config.cache or None)
     retriever.search(["is anyone there"], 1)  # a server that is down is found now
     if config.demos and not resumed:
-        demonstrations = load_demonstrations(config.demos, tokenizer, retriever, protocol, config.max_context)
+        if config.demos == "answers":
+            demonstrations = answer_demonstrations(questions, tokenizer, protocol, config.max_context)
+        else:
+            demonstrations = load_demonstrations(config.demos, tokenizer, retriever, protocol, config.max_context)
         try:
             with out_of_memory_names("micro-batch-tokens"):
                 warm_start(model, demonstrations, config.sft_steps, config.sft_batch, config.sft_learning_rate,
@@ -612,6 +626,7 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
     scores = [row["em"] for row in history]
     dropped = history[-1]["dropped"] if history else 0  # steps in a row
     memory = read_lines(folder / "strata.jsonl")[-strata.TREE_MEMORY :]  # of past steps, for --strata auto
+    reward_name = config.reward or ("research" if config.protocol == "research" else "em")
     saved, warned = step, set()
 
     def sample(batch):
@@ -620,7 +635,7 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
             trajectories = rollout(model, tokenizer, batch, retriever, protocol, config.rollouts_per_question,
                                    config.temperature, config.slots, config.max_context, generator)
         for trajectory in trajectories:
-            trajectory.reward = exact_match(trajectory.answer, batch[trajectory.group].golden_answers)
+            trajectory.reward = reward(reward_name, trajectory, batch[trajectory.group], tokenizer)
         return trajectories
 
     def save():

@@ -299,4 +299,4 @@ def test_questions_by_name_and_by_file(tmp_path, monkeypatch):
         return f"{tmp_path}/one.jsonl"
 
     monkeypatch.setattr(data, "hf_hub_download", hub)
-    assert len(data.resolve_questions("musique", "test")) == 3  # no test split: dev
+    assert len(data.resolve_questions("asqa", "test")) == 3  # no test split: dev
