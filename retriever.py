@@ -126,6 +126,9 @@ def start_java():
     with java_lock:
         if not jnius_config.vm_running:
             os.environ["JAVA_HOME"] = java_home()
+            locale = os.environ.get("LC_ALL") or os.environ.get("LC_CTYPE") or os.environ.get("LANG", "")
+            if "utf" not in locale.lower():         # else java cannot open a path with a letter beyond ASCII
+                os.environ["LC_ALL"] = "C.UTF-8"
             jnius_config.add_classpath(str(anserini_jar()))
             jnius_config.add_options(
                 "-Xrs",                             # leaves Ctrl-C to Python
@@ -201,7 +204,7 @@ def build_index(corpus, cache_dir):
     if is_whole(folder, jnius):                     # needs no lock, so a cache may be read-only
         return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with open(f"{folder}.lock", "w") as lock:
+    with open(f"{folder}.lock", "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -5,7 +5,9 @@ import math
 import os
 import pathlib
 import signal
+import socket
 import string
+import struct
 import subprocess
 import sys
 import threading
@@ -34,6 +36,16 @@ def write_corpus(path, rows, layout="contents"):
             row = {"contents": f'"{title}"\n{text}'} if layout == "contents" else {"title": title, "text": text}
             file.write(json.dumps({"id": id} | row) + "\n")
     return str(path)
+
+
+def indexes(cache):
+    """What a cache folder holds besides the lock files, which are empty and stay."""
+    return [path for path in pathlib.Path(cache).iterdir() if path.suffix != ".lock"]
+
+
+def start(code, *args, **environment):
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, env=os.environ | environment,
+                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def ids(answers):
@@ -212,13 +224,17 @@ GOOD = '{"id": "1", "contents": "x"}'
     ([GOOD, "", '["a list"]'], ':3: no "id"'),
     (['{"contents": "x"}'], ':1: no "id"'),
     (['{"id": null, "contents": "x"}'], ':1: no "id"'),
-    (['{"id": "7", "title": "x"}'], ':1: passage 7 needs a non-empty "contents"'),
-    (['{"id": "7", "contents": 3}'], ':1: passage 7 needs a non-empty "contents"'),
-    ([GOOD, '{"id": "7", "contents": " "}'], ':2: passage 7 needs a non-empty "contents"'),
-    ([GOOD, GOOD], ":2: passage id 1 appears a second time"),
-    ([GOOD, '{"id": 1, "contents": "y"}'], ":2: passage id 1 appears a second time"),
+    (['{"id": "7", "title": "x"}'], ":1: passage '7' needs a non-empty"),
+    (['{"id": "7", "contents": 3}'], ":1: passage '7' needs a non-empty"),
+    ([GOOD, '{"id": "7", "contents": " "}'], ":2: passage '7' needs a non-empty"),
+    ([GOOD, GOOD], ":2: passage id '1' appears a second time"),
+    ([GOOD, '{"id": 1, "contents": "y"}'], ":2: passage id '1' appears a second time"),
     ([GOOD, '{"id": "2", "contents": "\udcff"}'], ":2: not UTF-8"),
     ([GOOD, '{"id": "' + "x" * 40_000 + '", "contents": "y"}'], ": Lucene stopped at passage number 2: .*immense"),
+    ([GOOD, "[" * 100_000], ":2: nested too deeply"),
+    ([GOOD, '{"id": ' + "9" * 5000 + "}"], ":2: Exceeds the limit"),
+    ([GOOD, '{"id": "a\\nb' + "c" * 10**6 + '", "contents": ""}'], r":2: passage 'a\\nb.{,40} needs"),
+    (['{"id": "\\ud800", "contents": "x"}', '{"id": "\\ud801", "contents": "x"}'], r":2: passage id '\?' appears"),
     ([], ": the corpus is empty"),
     (["", " "], ": the corpus is empty"),
 ])
@@ -228,23 +244,24 @@ def test_bad_corpus(tmp_path, lines, message):
     with pytest.raises((ValueError, RetrieverError), match=f"bad.jsonl{message}") as caught:
         BM25Retriever(path, cache_dir=tmp_path / "cache")
     assert "\n" not in str(caught.value)
-    assert list((tmp_path / "cache").iterdir()) == []                       # nothing half-written
+    assert indexes(tmp_path / "cache") == []                                # nothing half-written
 
 
 def test_index_is_reused_and_follows_the_corpus(tmp_path):
     path = write_corpus(tmp_path / "c.jsonl", FRUIT)
     BM25Retriever(path, cache_dir=tmp_path / "cache")
-    folder, = (tmp_path / "cache").iterdir()
+    folder, = indexes(tmp_path / "cache")
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     assert ids(BM25Retriever(path, cache_dir=tmp_path / "cache").search(["grape"], 1)) == [["2"]]
     assert before == {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     write_corpus(path, [*FRUIT, ("4", "grape", "grape grape")])
     assert ids(BM25Retriever(path, cache_dir=tmp_path / "cache").search(["grape"], 1)) == [["4"]]
-    assert len(list((tmp_path / "cache").iterdir())) == 2
+    assert len(indexes(tmp_path / "cache")) == 2
 
 
-@pytest.mark.parametrize("damage", ["no marker", "wrong count", "marker cut", "segment gone", "segment cut", "foreign"])
-def test_a_half_built_or_foreign_index_is_refused(tmp_path, damage):
+@pytest.mark.parametrize("damage", ["no marker", "wrong count", "marker cut", "marker deep", "segment gone",
+                                    "segment cut", "foreign", "empty"])
+def test_a_damaged_index_of_ours_is_built_again(tmp_path, damage, capsys):
     path = write_corpus(tmp_path / "c.jsonl", FRUIT)
     folder = retriever.build_index(path, tmp_path / "cache")
     marker, data = folder / "complete.json", next(folder.glob("*.fdt"))
@@ -254,6 +271,8 @@ def test_a_half_built_or_foreign_index_is_refused(tmp_path, damage):
         marker.write_text('{"passages": 2}')
     elif damage == "marker cut":
         marker.write_text("")
+    elif damage == "marker deep":
+        marker.write_text("[" * 100_000)
     elif damage == "segment gone":
         data.unlink()
     elif damage == "segment cut":
@@ -261,31 +280,126 @@ def test_a_half_built_or_foreign_index_is_refused(tmp_path, damage):
     else:
         for file in folder.iterdir():
             file.unlink()
-        (folder / "notes.txt").write_text("mine")
-    with pytest.raises(RetrieverError, match=f"{folder.name} is not a whole index .*delete it and run again") as caught:
-        BM25Retriever(path, cache_dir=tmp_path / "cache")
+        if damage == "foreign":
+            (folder / "notes.txt").write_text("mine")
+    # without its corpus it is refused by name ...
+    with pytest.raises(RetrieverError, match=f"{folder.name} is not a whole index .*is it a Lucene index") as caught:
+        BM25Retriever(folder)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 800
-
-
-def test_left_overs_of_a_killed_build_are_not_used(tmp_path):
-    path = write_corpus(tmp_path / "c.jsonl", FRUIT)
-    (tmp_path / "cache" / "building-dead").mkdir(parents=True)
-    (tmp_path / "cache" / "building-dead" / "segments_1").write_text("half")
+    # ... with it, it is built again
+    capsys.readouterr()
     assert ids(BM25Retriever(path, cache_dir=tmp_path / "cache").search(["grape"], 1)) == [["2"]]
+    assert f"{folder.name} is damaged; it is built again" in capsys.readouterr().err
+    assert indexes(tmp_path / "cache") == [folder]
 
 
-def test_the_slower_of_two_builders_uses_the_winners_index(tmp_path, monkeypatch):
-    path = write_corpus(tmp_path / "c.jsonl", FRUIT)
-    rename = os.rename
+def test_an_index_that_rots_while_it_is_used_is_one_clear_error(tmp_path):
+    """Opening checks each file's ends, not every byte: bits may still flip in the middle of it."""
+    folder = retriever.build_index(write_corpus(tmp_path / "c.jsonl", TOWNS), tmp_path / "cache")
+    outcomes = set()
+    for name in ("*.fdt", "*.doc", "*.tim"):
+        for file in folder.glob(name):
+            whole = file.read_bytes()
+            for place in range(len(whole) // 3, 2 * len(whole) // 3, 7):
+                file.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1:])
+                try:
+                    found, = BM25Retriever(folder).search(["mayor of arborton"], 3)
+                    assert all(isinstance(passage, Passage) for passage in found)
+                    outcomes.add("searched")
+                except RetrieverError as error:
+                    assert folder.name in str(error) and "\n" not in str(error)
+                    outcomes.add("refused")
+            file.write_bytes(whole)
+    assert "refused" in outcomes
 
-    def lose(source, target):                       # the other process finishes just before our rename
-        monkeypatch.setattr(os, "rename", rename)
-        retriever.build_index(path, tmp_path / "cache")
-        rename(source, target)
 
-    monkeypatch.setattr(os, "rename", lose)
-    assert ids(BM25Retriever(path, cache_dir=tmp_path / "cache").search(["grape"], 1)) == [["2"]]
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+# the child builds slowly: it waits in the middle until `go` exists
+SLOW_BUILD = """if True:
+    import pathlib, sys, time, retriever
+    corpus, cache, go = map(pathlib.Path, sys.argv[1:])
+    read = retriever.read_corpus
+    def slowly(path):
+        for number, passage in enumerate(read(path)):
+            yield passage
+            while number == 1 and not go.exists():
+                time.sleep(0.02)
+    retriever.read_corpus = slowly
+    print([p.id for p in retriever.BM25Retriever(corpus, cache_dir=cache).search(["grape"], 1)[0]])"""
+
+
+def wait_for(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_build_killed_in_the_middle_is_swept_up_by_the_next(tmp_path):
+    path, cache = write_corpus(tmp_path / "c.jsonl", FRUIT), tmp_path / "cache"
+    process = start(SLOW_BUILD, path, cache, tmp_path / "never")
+    wait_for(lambda: list(cache.glob("*.tmp/*")))
+    other = write_corpus(tmp_path / "other.jsonl", TOWNS)
+    BM25Retriever(other, cache_dir=cache)
+    remains, = cache.glob("*.tmp")                  # its owner lives: another build leaves it alone
+    assert remains.stat().st_mode & 0o777 == 0o700  # private
+    process.kill()
+    process.communicate()
+    assert remains.exists()
+    BM25Retriever(write_corpus(tmp_path / "third.jsonl", FRUIT[:2]), cache_dir=cache)
+    assert not remains.exists()                     # its owner is dead
+    assert ids(BM25Retriever(path, cache_dir=cache).search(["grape"], 1)) == [["2"]]
+    assert len(indexes(cache)) == 3
+
+
+def test_of_two_processes_one_builds_and_the_other_waits(tmp_path):
+    path, cache, go = write_corpus(tmp_path / "c.jsonl", FRUIT), tmp_path / "cache", tmp_path / "go"
+    first = start(SLOW_BUILD, path, cache, go)
+    wait_for(lambda: list(cache.glob("*.tmp/*")))
+    second = start(SLOW_BUILD, path, cache, go)
+    assert "another process builds" in second.stderr.readline()
+    go.touch()
+    for process, said in ((first, "indexing "), (second, "")):
+        out, err = process.communicate(timeout=60)
+        assert (out, process.returncode, err[:9]) == ("['2']\n", 0, said)
+    assert len(indexes(cache)) == 1
+
+
+def test_threads_of_one_process_build_once(tmp_path, capsys):
+    path, found = write_corpus(tmp_path / "c.jsonl", FRUIT), []
+    threads = [threading.Thread(target=lambda: found.append(BM25Retriever(path, cache_dir=tmp_path / "c").n_passages))
+               for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [3] * 4 and capsys.readouterr().err.count("indexing ") == 1
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+@pytest.mark.parametrize("umask", ["0o000", "0o077"])
+def test_spaces_unicode_umask_and_locale(tmp_path, locale, umask):
+    folder = tmp_path / "ein Ordner, 語 'é' $(x)"
+    folder.mkdir()
+    path = write_corpus(folder / "c ö.jsonl", FRUIT)
+    code = f"""if True:
+        import os, sys, retriever
+        os.umask({umask})
+        cache = os.path.join(os.path.dirname(sys.argv[1]), "der cache é")
+        print([p.id for p in retriever.BM25Retriever(sys.argv[1], cache_dir=cache).search(["grape"], 1)[0]])"""
+    # cache_dir as str: what a flag gives
+    out, err = start(code, path, LC_ALL=locale).communicate(timeout=60)
+    assert out == "['2']\n", err
+    index, = indexes(folder / "der cache é")
+    assert index.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_whole_index_serves_from_a_read_only_cache(tmp_path):
+    path, cache = write_corpus(tmp_path / "c.jsonl", FRUIT), tmp_path / "cache"
+    folder = retriever.build_index(path, cache)
+    for lock in cache.glob("*.lock"):
+        lock.unlink()
+    before = sorted(cache.rglob("*"))
+    assert retriever.build_index(path, cache) == folder and sorted(cache.rglob("*")) == before    # nothing written
 
 
 def test_missing_corpus_and_index_folders(tmp_path, fruit, shelf):
@@ -307,11 +421,6 @@ def test_missing_corpus_and_index_folders(tmp_path, fruit, shelf):
 # -----------------------------------------------------------------------------
 # processes and java
 
-def start(code, *args, **environment):
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, env=os.environ | environment,
-                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
 def test_two_processes_build_at_once_and_ignore_java_17(tmp_path):
     path = write_corpus(tmp_path / "c.jsonl", FRUIT)
     java17 = tmp_path / "java17"                    # has nothing but a version: using it would fail
@@ -326,8 +435,8 @@ def test_two_processes_build_at_once_and_ignore_java_17(tmp_path):
     for process in both:
         out, err = process.communicate(timeout=60)
         assert (out, process.returncode) == ("['2', '1'] True\n", 0), err
-        assert all(line.startswith("indexing ") for line in err.splitlines()), err          # java keeps quiet
-    assert len(list((tmp_path / "xdg" / "stratgrpo").iterdir())) == 1
+        assert all(line.startswith(("indexing ", "another process builds ")) for line in err.splitlines()), err
+    assert len(indexes(tmp_path / "xdg" / "stratgrpo")) == 1
 
 
 def test_java_home(tmp_path, monkeypatch):
@@ -383,13 +492,35 @@ class Server(http.server.BaseHTTPRequestHandler):
         result = {"result": [row for _ in request["queries"]]}
         if name == "no-id":
             result = {"result": [[{"document": {"contents": '"T"\nx', "title": "T"}, "score": "1.5"}]]}
+        row[0] |= {"nan": {"score": math.nan}, "infinite": {"score": "1e999"}}.get(name, {})
+        row[0]["document"] |= {"title-number": {"contents": 7}, "id-list": {"id": [1]}, "text-object": {
+            "contents": None}, "half-pair": {"id": "\ud800", "contents": "T\ud800\n\udfff"}}.get(name, {})
         if name == "slow":
             time.sleep(1.5)
+        if name == "reset":                         # no FIN but a RST: the client's recv fails
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            return
+        if name in ("drip-header", "drip-body", "endless-100"):
+            head = {"drip-header": b"HTTP/1.0 200 OK\r\nX: ", "drip-body": b"HTTP/1.0 200 OK\r\n\r\n",
+                    "endless-100": b""}[name]
+            self.wfile.write(head)
+            for _ in range(100):                    # never silent, never done
+                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n" if name == "endless-100" else b" ")
+                time.sleep(0.05)
+            return
+        if name.startswith("redirect"):
+            self.send_response(int(name[-3:]))
+            self.send_header("Location", self.server.elsewhere)
+            self.end_headers()
+            return
         if name == "one-too-few":
             result["result"].pop()
         if name == "no-document":
             result["result"][0] = [{"score": 1}]
-        body = {"garbage": b"<html>", "other-json": b"[1, 2]", "latin": b'{"result": "\xff"}'}.get(
+        body = {"deep": b"[" * 100_000, "huge-number": b'{"result": ' + b"9" * 5000 + b"}", "empty": b"",
+                "result-object": b'{"result": {"a": 1, "b": 2}}', "result-number": b'{"result": 2}',
+                "result-strings": b'{"result": ["ab", "cd"]}', "garbage": b"<html>", "other-json": b"[1, 2]", "latin": b'{"result": "\xff"}'}.get(
             name, json.dumps(result).encode())
         code = {"missing": 404, "broken": 500, "flaky": 500 if n < 3 else 200}.get(name, 200)
         self.send_response(code)
@@ -439,7 +570,10 @@ def test_http_retries_until_the_server_is_back(server):
 @pytest.mark.parametrize("name, attempts, message", [
     ("broken", 3, "500"), ("garbage", 3, "JSONDecodeError"), ("other-json", 3, "TypeError"), ("latin", 3, "Unicode"),
     ("one-too-few", 3, "1 results for 2 queries"), ("no-document", 3, "'document'"), ("cut", 3, "JSONDecodeError"),
-    ("missing", 1, "404")])
+    ("missing", 1, "404"), ("nan", 3, "finite"), ("infinite", 3, "finite"), ("title-number", 3, "AttributeError"),
+    ("id-list", 3, "its id"), ("text-object", 3, "AttributeError"), ("deep", 3, "RecursionError"), ("reset", 3, "reset"),
+    ("huge-number", 3, "Exceeds the limit"), ("empty", 3, "JSONDecodeError"), ("result-object", 3, "TypeError|KeyError"),
+    ("result-number", 3, "TypeError"), ("result-strings", 3, "TypeError")])
 def test_http_failures_are_one_clear_error(server, name, attempts, message):
     with pytest.raises(RetrieverError, match=f"{server.url}{name} in {attempts} attempts .*{message}") as caught:
         HTTPRetriever(server.url + name, retries=2).search(["a", "b"], 1)
@@ -456,6 +590,52 @@ def test_http_time_out_size_limit_and_nobody_there(server, monkeypatch):
         HTTPRetriever(server.url + "retrieve", retries=0).search(["a"], 1)
     with pytest.raises(RetrieverError, match="in 2 attempts .*refused"):
         HTTPRetriever("http://127.0.0.1:9/retrieve", timeout=2, retries=1).search(["a"], 1)
+
+
+@pytest.mark.parametrize("name", ["drip-header", "drip-body", "endless-100"])
+def test_http_a_server_that_drips_meets_one_clock(server, name):
+    begin, before = time.monotonic(), threading.active_count()
+    with pytest.raises(RetrieverError, match=f"{name} in 2 attempts .*timed out"):
+        HTTPRetriever(server.url + name, timeout=0.3, retries=1).search(["a"], 1)
+    assert time.monotonic() - begin < 2             # 5 s a reply, were the limit on silence only
+    wait_for(lambda: threading.active_count() <= before)                    # no thread of ours is left waiting
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_http_redirects_are_not_followed(server, status):
+    seen = []
+    other = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    other.requests, server.elsewhere = seen, f"http://127.0.0.1:{other.server_port}/retrieve"
+    thread = threading.Thread(target=other.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    with pytest.raises(RetrieverError, match=f"in 1 attempts .*{status}, a redirect"):
+        HTTPRetriever(f"{server.url}redirect-{status}", retries=2).search(["a"], 1)
+    other.shutdown()
+    thread.join()
+    other.server_close()
+    assert seen == []
+
+
+def test_http_text_that_no_file_takes_is_cleaned(server):
+    (passage,), = HTTPRetriever(server.url + "half-pair").search(["a"], 1)
+    assert passage == Passage("?", "T?", "?", 9.5)
+
+
+@pytest.mark.parametrize("url", ["http://", "http:///retrieve", "http://[", "http://host:port/", "http://hö/",
+                                 "ftp://host/", "http://host:99999/"])
+def test_http_what_is_no_address(url):
+    with pytest.raises(ValueError):
+        HTTPRetriever(url)
+
+
+def test_http_the_proxy_of_the_environment_is_not_asked(server, monkeypatch):
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert ids(HTTPRetriever(server.url + "retrieve", retries=0).search(["a"], 1)) == [["d0"]]
+
+
+def test_what_a_server_says_cannot_write_to_the_terminal():
+    assert retriever.first_line(ValueError("\x1b[2Jgone \u202e\nmore")) == "?[2Jgone ?"
 
 
 # -----------------------------------------------------------------------------
