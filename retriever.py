@@ -175,7 +175,8 @@ def open_index(folder, jnius):
         if folder.name.startswith("bm25-") and json.loads(marker.read_text(encoding="utf-8"))["passages"] != count:
             raise ValueError("complete.json has another number of passages")
     except (jnius.JavaException, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RetrieverError(f"{folder} is not a whole index ({first_line(error)}); is it a Lucene index?") from None
+        raise RetrieverError(f"{folder} is not a whole index ({first_line(error)}); is it a Lucene index or json?"
+                             ) from None
     return searcher, count
 
 

@@ -92,10 +92,10 @@ def load_protocol(folder):
         if types[name] is int:
             least = 0 if name == "max_searches" else 1
             right, wanted = type(value) is int and value >= least, f"a whole number, at least {least}"
-        elif types[name] is str:
-            right, wanted = isinstance(value, str), "a string"
-        else:
-            right = isinstance(value, list) and all(isinstance(tag, str) and tag.strip() for tag in value)
+        elif types[name] in (str, bool):
+            right, wanted = isinstance(value, types[name]), "a string" if types[name] is str else "true or false"
+        else:  # an empty tag is one that the protocol does without
+            right = isinstance(value, list) and all(isinstance(tag, str) and (tag.strip() or not tag) for tag in value)
             right, wanted = right and (len(value) == 2 or name == "other_tags"), "a list of tags, opening and closing"
         if not right:
             raise ValueError(f"{path}: {name} must be {wanted}, not {reprlib.repr(value)}")

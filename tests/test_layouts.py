@@ -167,7 +167,7 @@ MUSIQUE = {"id": "m", "question": "who?", "answer": "Ann", "answer_aliases": []}
     (lines({"question": "who?", "answer": "Ann"}), ":1: field 'id' is missing; layouts.py lists"),
     (lines(HOTPOT)[:-2] + "\n" + lines(HOTPOT), ":1: not valid JSON .*delimiter"),
     (lines(HOTPOT) + "{}}", ":2: field '_id' is missing"),
-    (lines(HOTPOT) + "[" * 100_000, ":2: not valid JSON .*recursion"),
+    (lines(HOTPOT) + "[" * 100_000, ":2: not valid JSON .nested too deeply"),
     (b"PAR1 and no more", ": damaged parquet file"),
     (gzip.compress(lines(HOTPOT).encode())[:-9], ": damaged gzip file"),
 ])
@@ -267,7 +267,7 @@ def test_index_of_a_folder_and_of_a_tsv(tmp_path):
     assert [[(p.id, p.title) for p in answer] for answer in found] == [[("1", "Aaron")], [("2", 'Heroes "x"')]]
     tsv = write(tmp_path / "psgs_w100.tsv.gz", gzip.compress(TSV.encode()))
     assert BM25Retriever(tsv, cache_dir=tmp_path / "cache").search(["prophet", "album"], 3) == found
-    assert len(list((tmp_path / "cache").iterdir())) == 2
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
     write(folder / "b.json", json.dumps({"id": "3", "contents": "an album more"}))              # follows the folder
     assert len(BM25Retriever(folder, cache_dir=tmp_path / "cache").search(["album"], 3)[0]) == 2
     (tmp_path / "other").mkdir()
@@ -293,11 +293,11 @@ def test_the_two_broken_documents():
     broken = LAYOUTS / "json_collection/collection_errors"
     with pytest.raises(ValueError, match='id_missing.json:2 record 1: no "id"; a passage is'):
         read(broken / "id_missing.json")
-    with pytest.raises(ValueError, match='contents_missing.json:2 record 1: passage doc2 needs a non-empty "contents"'):
+    with pytest.raises(ValueError, match="contents_missing.json:2 record 1: passage 'doc2' needs a non-empty"):
         read(broken / "contents_missing.json")
-    with pytest.raises(ValueError, match='contents_missing.json:2 record 1: passage doc2'):     # the first by name
+    with pytest.raises(ValueError, match='contents_missing.json:2 record 1: passage .doc2'):     # the first by name
         read(broken)
-    with pytest.raises(ValueError, match="collection2/segment1.json:2 record 1: passage id doc1 appears a second time"):
+    with pytest.raises(ValueError, match="segment1.json:2 record 1: passage id .doc1. appears a second time"):
         read(LAYOUTS / "json_collection")
 
 
@@ -306,10 +306,10 @@ def test_the_two_broken_documents():
     ("1\tx\tT\n2\ty\tU\n", ":1: expected JSON, or a header id, text, title"),
     (TSV + "3\tno title\n", ":4: expected 3 columns separated by tabs, not 2"),
     (TSV + "3\ta\tb\tc\n", ":4: expected 3 columns separated by tabs, not 4"),
-    (TSV + "2\tx\tT\n", ":4: passage id 2 appears a second time"),
+    (TSV + "2\tx\tT\n", ":4: passage id '2' appears a second time"),
     ("id\ttext\ttitle\n", ": the corpus is empty"),
-    (json.dumps(PASSAGES + [{"id": "3"}]), ":1 record 3: passage 3 needs a non-empty"),
-    (json.dumps(PASSAGES + [PASSAGES[0]]), ":1 record 3: passage id 1 appears a second time"),
+    (json.dumps(PASSAGES + [{"id": "3"}]), ":1 record 3: passage '3' needs a non-empty"),
+    (json.dumps(PASSAGES + [PASSAGES[0]]), ":1 record 3: passage id '1' appears a second time"),
     (lines(*PASSAGES) + '{"id": "3", "contents": "x', ":3: not valid JSON"),
     (gzip.compress(TSV.encode())[:-4], ": damaged gzip file"),
 ])
