@@ -528,8 +528,8 @@ def test_whole_or_nothing(dtype, steps_before):
 
 def nan_reward(patch, calls):
     rewards = iter(range(10**6))
-    original = train.exact_match
-    patch.setattr(train, "exact_match", lambda *arguments: math.nan if next(rewards) in calls else original(*arguments))
+    original = train.reward
+    patch.setattr(train, "reward", lambda *arguments: math.nan if next(rewards) in calls else original(*arguments))
 
 
 def infinite_logprob(patch, calls):
