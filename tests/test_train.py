@@ -23,13 +23,13 @@ import retriever
 import train
 from baselines import dr_grpo_advantages, reinforce_advantages, rloo_advantages
 from checkpoint import append_line, checkpoints, hold_interrupts, latest_checkpoint, save_checkpoint, trim
+from config import CHANGEABLE, PRESETS, Config, alpha_at, check_config, parse_config
 from data import Question
 from policy import MasterAdamW, load_policy, pad_trajectories, token_logprobs, warm_start
 from retriever import RetrieverError, open_retriever
 from rollout import SEARCH_R1, Protocol, Trajectory, replay, rollout
 from stratgrpo import blended_advantages, group_advantages, stratified_advantages
-from train import (CHANGEABLE, Config, alarms, alpha_at, collect, compute_advantages, parse_config, questions_of_step,
-                   step_line, update)
+from train import alarms, collect, compute_advantages, questions_of_step, step_line, update
 
 PROMPT = "Q: {question}\n"
 PROTOCOL = Protocol(prompt=PROMPT, retry="again\n", max_turn_tokens=24, max_observation_tokens=45)
@@ -138,8 +138,8 @@ def test_presets_and_flags(tmp_path, monkeypatch):
     assert (config.model, config.questions, config.corpus, config.eval_questions) == ("M", "F", "C", "")
     config, _, _ = parse_config(["--preset", "search-r1", "--corpus", "http://host/retrieve", "--steps", "3"])
     assert (config.corpus, config.steps, config.questions) == ("http://host/retrieve", 3, "nq,hotpotqa")
-    for preset in train.PRESETS.values():  # every key of a preset is a flag, and the preset passes the checks
-        train.check_config(Config(**preset))
+    for preset in PRESETS.values():  # every key of a preset is a flag, and the preset passes the checks
+        check_config(Config(**preset))
 
 
 def test_every_flag_has_a_help_text(capsys):
