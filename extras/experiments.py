@@ -190,18 +190,26 @@ def end(row, name, last=LAST):
     return statistics.mean(values) if values else 0.0
 
 
-def row_of(arm, rows, guess):
-    """One line: sampled EM in the last steps, greedy EM, searches, share of seeds that do not beat guessing."""
+def baseline_of(arm):
+    """The arm of GRPO that an arm is compared with: of the same group size and length."""
+    return "grpo" + next((arm[arm.index(mark) :] for mark in (", group of", ", 100 steps") if mark in arm), "")
+
+
+def row_of(arm, rows, grpo, guess):
+    """One line: learning curve, sampled EM in the last steps and what it is more than GRPO's of the same seed, greedy
+    EM, searches, share of seeds that do not beat guessing."""
     curve = [mean_interval([statistics.mean(row["curves"]["em"][first : first + 10]) for row in rows]).split(" ")[0]
              for first in range(0, len(rows[0]["curves"]["em"]), 10)]
     stuck = sum(row["em"] <= guess for row in rows)
+    margins = [end(row, "em") - end(other, "em") for row in rows for other in grpo if other["seed"] == row["seed"]]
+    margin = mean_interval(margins) if margins and rows is not grpo else ""
     return (f"| {arm} | {len(rows)} | {' '.join(curve)} | {mean_interval([end(row, 'em') for row in rows])} | "
-            f"{mean_interval([row['em'] for row in rows])} | {mean_interval([end(row, 'searches') for row in rows])} | "
+            f"{margin} | {mean_interval([row['em'] for row in rows])} | {mean_interval([end(row, 'searches') for row in rows])} | "
             f"{stuck}/{len(rows)} |")
 
 
-HEADER = ("| estimator | seeds | sampled EM, means of ten steps | sampled EM, last 10 steps | greedy EM after | "
-          "searches, last 10 steps | stuck at guessing |\n|---|---|---|---|---|---|---|")
+HEADER = ("| estimator | seeds | sampled EM, means of ten steps | sampled EM, last 10 steps | minus GRPO, paired | "
+          "greedy EM after | searches, last 10 steps | stuck at guessing |\n|---|---|---|---|---|---|---|---|")
 
 
 def table(args):
@@ -221,7 +229,8 @@ def table(args):
         if present := [arm for arm in arms if (part, regime, arm) in by_arm]:
             print(f"\n{title}\n\n{HEADER}")
             for arm in present:
-                print(row_of(arm, by_arm[part, regime, arm], guess=0.45 if part < 4 else 0.0))
+                grpo = by_arm.get((part, regime, baseline_of(arm))) or by_arm.get((2, regime, "grpo"), [])
+                print(row_of(arm, by_arm[part, regime, arm], grpo, guess=0.45 if part < 4 else 0.0))
     print("\n± is the half-width of the 95 % Student interval over seeds. stuck: greedy EM after at most .45, where "
           "always guessing the most frequent country gives about .40")
 
