@@ -111,7 +111,8 @@ def main():
     start = search_probability(world.model, world.tokenizer, fixed, world.protocol.max_searches)
     print(f"{args.regime}: P(<search>) is {start:.3f} at the decisions of {len(fixed)} held-out rollouts")
     print("its change by one pass over 512 rollouts, learning rate 3e-4, mean ± 95 % interval over batches:\n")
-    asked = [train.questions_of_step(world.questions, Config(questions_per_step=64), seed) for seed in range(args.seeds)]
+    config = Config(questions_per_step=64)
+    asked = [train.questions_of_step(world.questions, config, seed) for seed in range(args.seeds)]
     batches = [world.sample(world.model, questions, 8, seed + 1) for seed, questions in enumerate(asked)]
     for advantage, loss, size in (("san", "token-mean", 512), ("san", "sequence-mean", 512), ("san", "token-mean", 16),
                                   ("grpo", "token-mean", 512)):

@@ -171,7 +171,8 @@ def run(args):
             append(results, row)
             print(f"{(time.monotonic() - started) / 60:6.1f} min {count:4d}/{len(tasks)} | part {row['part']} "
                   f"{row['regime']} {row['arm']} seed {row['seed']} | EM {row['em_before']:.3f} -> {row['em']:.3f} | "
-                  f"searches {row['searches_before']:.2f} -> {row['searches']:.2f} | {row['seconds']:.0f} s", flush=True)
+                  f"searches {row['searches_before']:.2f} -> {row['searches']:.2f} | {row['seconds']:.0f} s",
+                  flush=True)
 
 
 # -----------------------------------------------------------------------------
@@ -204,8 +205,8 @@ def row_of(arm, rows, grpo, guess):
     margins = [end(row, "em") - end(other, "em") for row in rows for other in grpo if other["seed"] == row["seed"]]
     margin = mean_interval(margins) if margins and rows is not grpo else ""
     return (f"| {arm} | {len(rows)} | {' '.join(curve)} | {mean_interval([end(row, 'em') for row in rows])} | "
-            f"{margin} | {mean_interval([row['em'] for row in rows])} | {mean_interval([end(row, 'searches') for row in rows])} | "
-            f"{stuck}/{len(rows)} |")
+            f"{margin} | {mean_interval([row['em'] for row in rows])} | "
+            f"{mean_interval([end(row, 'searches') for row in rows])} | {stuck}/{len(rows)} |")
 
 
 HEADER = ("| estimator | seeds | sampled EM, means of ten steps | sampled EM, last 10 steps | minus GRPO, paired | "

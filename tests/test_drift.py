@@ -3,7 +3,7 @@ import collections
 
 import pytest
 import torch
-from conftest import FakeRetriever, make_model
+from conftest import FakeRetriever, make_model, make_tokenizer
 
 import train
 from config import Config
@@ -45,8 +45,9 @@ def test_the_parts_add_up_and_sans_push_on_the_first_decision_is_zero(tokenizer)
     assert grpo[strata == 0, 0].sum() > 0.5  # now the stratum without a search is paid as such
 
 
-def test_search_probability_is_read_where_the_decision_is_made(tokenizer):
-    tokenizer.add_tokens(["<search>"]) if tokenizer.convert_tokens_to_ids("<search>") is None else None
+def test_search_probability_is_read_where_the_decision_is_made():
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<search>"])
     made = rollouts(tokenizer)
     model = make_model(tokenizer)
     token = tokenizer.convert_tokens_to_ids("<search>")
