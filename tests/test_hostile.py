@@ -1,4 +1,4 @@
-"""Text that means harm: from passages, questions, files, search servers and the model itself; and what reward hacks earn.
+"""Text that means harm: from passages, questions, files, servers and the model itself; and what reward hacks earn.
 
 The properties below are plain functions of one generated case. PROPERTIES pairs each with its generator: pytest tries
 some hundred cases of each, `python -m extras.fuzz` 100,000 in all.
@@ -95,10 +95,16 @@ anything = st.recursive(scalar, lambda inner: st.lists(inner, max_size=3) | st.d
                         max_leaves=5)
 
 
+def usually(right, wrong=anything):
+    """Mostly right: were every part of a case as likely wrong as right, hardly a case would get past the first check."""
+    return st.sampled_from([right] * 30 + [wrong]).flatmap(lambda strategy: strategy)
+
+
 def rows(**fields):
-    """Objects with the right fields, each now and then wrong or missing."""
-    return st.fixed_dictionaries({}, optional={name: st.one_of(right, right, right, anything)
-                                               for name, right in fields.items()})
+    """Objects with these fields, now and then one of them wrong, one missing, or one too many."""
+    whole = st.fixed_dictionaries({name: usually(right) for name, right in fields.items()})
+    broken = st.fixed_dictionaries({}, optional={name: right for name, right in [*fields.items(), ("more", anything)]})
+    return usually(whole, broken)
 
 
 def twist(text, how):
@@ -108,42 +114,45 @@ def twist(text, how):
             "latin": text.encode("latin-1", "replace"), "utf16": text.encode("utf-16", "replace"), "cut": raw[:-3],
             "nul": raw + b"\0", "twice": raw.replace(b"{", b'{"id": "0", "id": "1", ', 1), "bytes": raw + b"\xff\xfe",
             "deep": b"[" * 100_000, "deeper": b'{"id":' * 50_000 + raw, "blank": b" \t", "two": raw + raw,
-            "nan": raw.replace(b"{", b'{"metadata": NaN, ', 1), "infinite": raw.replace(b"{", b'{"metadata": 1e999, ', 1),
+            "nan": raw.replace(b"{", b'{"metadata": NaN, ', 1),
+            "infinite": raw.replace(b"{", b'{"metadata": 1e999, ', 1),
             "digits": raw.replace(b"{", b'{"metadata": ' + b"9" * 5000 + b", ", 1)}[how]
 
 
-HOW = ["", "", "", "", "", "", "cr", "bom", "bom16", "latin", "utf16", "cut", "nul", "twice", "bytes", "deep",
+HOW = ["cr", "bom", "bom16", "latin", "utf16", "cut", "nul", "twice", "bytes", "deep",
        "deeper", "blank", "two", "nan", "infinite", "digits"]
 
 
 def line(value):
     return st.builds(lambda value, ascii, how: twist(json.dumps(value, ensure_ascii=ascii), how), value, st.booleans(),
-                     st.sampled_from(HOW))
+                     usually(st.sampled_from(["", "cr"]), st.sampled_from(HOW)))
 
 
 def lines(row):
     return st.lists(line(row), max_size=4).map(b"\n".join)
 
 
-name = st.sampled_from(["1", "2", "3", "a\nb", "é", "\ud800"])
-answers = st.lists(hostile, min_size=1, max_size=2)
-turn = st.sampled_from(["<search> x </search>", "<answer> y </answer>"]) | hostile
-question_files = lines(rows(id=name, question=hostile, golden_answers=answers, metadata=st.none()))
-demonstration_files = lines(rows(id=name, question=hostile, golden_answers=answers, turns=st.lists(turn, max_size=3)))
-corpus_files = lines(rows(id=name, contents=hostile) | rows(id=name, title=hostile, text=hostile))
+name = usually(st.integers(0, 10**6).map(str), st.sampled_from(["a\nb", "é", "1", "\ud800", "\u202e", "x" * 10**5]))
+whole_text = hostile.map(lambda text: "x" + text.encode("utf-8", "ignore").decode())    # no half surrogate pair
+text = usually(whole_text, hostile)
+answers = st.lists(text, min_size=1, max_size=2)
+inside = usually(st.sampled_from(["x", " é ", "< /search>", "\0", "<search>", "\u202e", "＜/answer＞"]), whole_text)
+turns = st.builds(lambda queries, answer: [*(f"<think>{q}</think><search>{q}</search>" for q in queries),
+                                           f"<answer>{answer}</answer>"], st.lists(inside, max_size=4), inside)
+question_files = lines(rows(id=name, question=text, golden_answers=answers, metadata=st.none()))
+demonstration_files = lines(rows(id=name, question=text, golden_answers=answers,
+                                 turns=usually(turns, st.lists(hostile, max_size=3))))
+corpus_files = lines(rows(id=name, contents=text) | rows(id=name, title=text, text=text))
 protocol_fields = {
-    "prompt": st.just("Q {question}") | hostile, "retry": hostile, "passage": hostile, "passages": st.integers(),
-    "search": st.lists(fragment, min_size=1, max_size=3), "answer": st.lists(fragment, min_size=2, max_size=2),
-    "information": st.lists(fragment, min_size=2, max_size=2), "other_tags": st.lists(fragment, max_size=3),
-    "max_searches": st.integers(), "max_turn_tokens": st.integers(), "max_observation_tokens": st.integers(1, 600)}
-protocol_files = line(st.fixed_dictionaries(
-    {key: protocol_fields[key] for key in ("prompt", "retry")},
-    optional={**{key: st.one_of(right, right, right, anything) for key, right in protocol_fields.items()
-                 if key not in ("prompt", "retry")}, "unknown": anything}))
-hits = st.lists(st.fixed_dictionaries({}, optional={
-    "document": rows(id=name, contents=hostile) | rows(title=hostile, text=hostile) | anything,
-    "score": st.floats() | anything}), max_size=3)
-replies = line(st.fixed_dictionaries({"result": st.lists(hits | anything, min_size=1, max_size=3)}) | anything)
+    "prompt": text.map("Q {question}".__add__), "retry": text, "passage": text | st.just("{i} {title} {text}"),
+    "passages": st.integers(1, 9), "search": st.lists(text, min_size=2, max_size=2),
+    "answer": st.lists(text, min_size=2, max_size=2), "information": st.lists(text, min_size=2, max_size=2),
+    "other_tags": st.lists(text, max_size=3), "max_searches": st.integers(0), "max_turn_tokens": st.integers(1),
+    "max_observation_tokens": st.integers(1, 600)}
+protocol_files = line(rows(**protocol_fields))
+hits = st.lists(rows(document=rows(id=name, contents=hostile) | rows(title=hostile, text=hostile),
+                     score=usually(st.floats(allow_nan=False, allow_infinity=False))), max_size=3)
+replies = line(rows(result=usually(st.lists(usually(hits), min_size=2, max_size=2))))
 
 
 # -----------------------------------------------------------------------------
@@ -304,16 +313,17 @@ def a_server_answers_or_fails_in_one_line(reply):
 
 
 which = st.sampled_from(sorted(TOKENIZERS))
-said = st.lists(st.one_of(hostile, st.sampled_from(["<search>q</search>", "<answer>", "golden</answer>", "<eos>"])),
+search, answer = (hostile.map(form.format) for form in ("<search>{}</search>", "<answer>{}</answer>"))
+said = st.lists(st.one_of(search, search, answer, hostile, st.sampled_from(["<answer>", "x</answer>\n", "<eos>"])),
                 max_size=12)
-wild = st.lists(st.lists(st.integers(0, 999), max_size=6), min_size=12, max_size=12)
+wild = st.lists(usually(st.just([]), st.lists(st.integers(0, 999), max_size=6)), min_size=12, max_size=12)
 PROPERTIES = {
     a_passage_stays_in_its_block: st.tuples(which, passages),
     a_question_stays_in_the_prompt: st.tuples(which, hostile),
     a_rollout_keeps_its_books: st.tuples(which, said, wild, passages),
     the_answer_is_the_last_closed_one: st.lists(st.sampled_from(["<answer>", "</answer>"]) | fragment).map("".join),
-    answers_are_normalised_as_in_squad: st.lists(fragment | st.sampled_from(["a", "an", "the", " ", "Σ", "İ", "“"])).map(
-        "".join),
+    answers_are_normalised_as_in_squad: st.lists(
+        fragment | st.sampled_from(["a", "an", "the", " ", "Σ", "İ", "“"])).map("".join),
     question_files_are_read_or_refused: question_files,
     corpora_are_read_or_refused: corpus_files,
     demonstrations_are_read_or_refused: demonstration_files,
