@@ -164,7 +164,7 @@ class Codec:
         tags = {*protocol.search, *protocol.answer, *protocol.other_tags, *map(str.strip, protocol.information)}
         tags |= {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values())}
         tags -= {tokenizer.unk_token} - {tokenizer.eos_token}   # any unknown word becomes <unk>
-        tags = sorted((tag for tag in tags if len(tag.strip()) > 1), key=len, reverse=True)
+        tags = sorted((tag for tag in tags if len(tag.strip()) > 1), key=len, reverse=True)  # no letters, no blanks
         self.tags = re.compile("|".join(map(re.escape, tags)), re.IGNORECASE)
         self.information = [self.encode(text) for text in protocol.information]
         self.retry = self.encode(protocol.retry)
