@@ -282,10 +282,11 @@ class Row:
                 else:
                     self.query = text[text.rfind(opening, 0, end) + len(opening) : end].strip()
         if not (trajectory.finish or self.query is not None):
-            stopped, turn_ids = token in self.stop_tokens, ids[self.turn_start :]
-            ended = stopped or len(turn_ids) >= protocol.max_turn_tokens
+            stopped = token in self.stop_tokens
+            ended = stopped or len(ids) - self.turn_start >= protocol.max_turn_tokens
             if ended and not protocol.answer[1]:
-                trajectory.answer = self.codec.answer(self.codec.decode(turn_ids[:-1] if stopped else turn_ids))
+                turn_ids = ids[self.turn_start : len(ids) - stopped]
+                trajectory.answer = self.codec.answer(self.codec.decode(turn_ids))
                 trajectory.finish = "answer" if stopped and trajectory.answer is not None else ""
             self.invalid |= ended and not trajectory.finish
             if self.invalid:

@@ -7,7 +7,7 @@ experiments.py — the evidence in the README: when does stratification help? Fl
     python -m extras.experiments table                      # results.jsonl as the tables of the README
 
  1. the two-level bandit (extras/bandit.py): shares, skills, alphas, group sizes.
- 2. the two regimes of extras/regimes.py: ten estimators, and four of them for twice as long.
+ 2. the two regimes of extras/regimes.py: ten estimators.
  3. the first regime again: group sizes at equal rollouts, ddof, rules for small strata, token against sequence mean.
  4. a real model on real multi-hop questions, GRPO against Stratified GRPO. --data holds corpus/multihop.jsonl and
     questions/multihop_train.jsonl, 2wikimultihopqa_dev.jsonl; demonstrations come from extras/multihop_demos.py.
@@ -39,8 +39,6 @@ ARMS = {  # part 2: estimator -> flags
     "rloo": "--advantage rloo", "dr-grpo": "--advantage dr-grpo", "ppo": "--advantage ppo --critic-learning-rate 1e-2",
     "ppo, sees searches": "--advantage ppo --critic-learning-rate 1e-2 --critic-sees-searches",
 }
-LONG = {f"{arm}, 100 steps": f"{ARMS[arm]} --steps 100"
-        for arm in ("grpo", "stratified 0.6", "stratified 0.9:0.3", "san")}
 GROUPS = {  # part 3, all in the first regime. 64 rollouts a step, whatever the group size
     f"{name}, group of {size}": f"{flags} --questions-per-step {64 // size} --rollouts-per-question {size}"
     for size in (4, 16, 32) for name, flags in (("grpo", "--advantage grpo"), ("stratified 0.6", ""))
@@ -99,7 +97,7 @@ def plan(parts, seeds, cache):
         folder = regimes.prepare(regime, cache)
         data = [f"--model {folder} --questions {folder}/train.jsonl --eval-questions {folder}/heldout.jsonl "
                 f"--corpus {folder}/corpus.jsonl".split(), ["--cache", str(folder / "index")]]
-        for part, arms in ((2, {**ARMS, **LONG}), (3, {**GROUPS, **RULES})):
+        for part, arms in ((2, ARMS), (3, {**GROUPS, **RULES})):
             if part in parts and (part == 2 or regime == BAD):
                 tasks += [({"part": part, "regime": regime, "arm": arm, "seed": seed},
                            [*COMMON, *sum(data, []), *flags.split()])
@@ -192,8 +190,8 @@ def end(row, name, last=LAST):
 
 
 def baseline_of(arm):
-    """The arm of GRPO that an arm is compared with: of the same group size and length."""
-    return "grpo" + next((arm[arm.index(mark) :] for mark in (", group of", ", 100 steps") if mark in arm), "")
+    """The arm of GRPO that an arm is compared with: of the same group size."""
+    return "grpo" + (arm[arm.index(", group of") :] if ", group of" in arm else "")
 
 
 def row_of(arm, rows, grpo, guess):
@@ -224,7 +222,7 @@ def table(args):
     for row in sorted((row for row in rows if row["part"] > 1), key=lambda row: row["seed"]):
         by_arm.setdefault((row["part"], row["regime"], row["arm"]), []).append(row)
     for title, part, regime, arms in (
-            (f"part 2, {BAD}", 2, BAD, [*ARMS, *LONG]), (f"part 2, {RARE}", 2, RARE, [*ARMS, *LONG]),
+            (f"part 2, {BAD}", 2, BAD, ARMS), (f"part 2, {RARE}", 2, RARE, ARMS),
             ("part 3, group size at 64 rollouts a step (of 8: part 2)", 3, BAD, GROUPS),
             ("part 3, rules", 3, BAD, RULES), ("part 4, real model", 4, "real", ("grpo", "stratified"))):
         if present := [arm for arm in arms if (part, regime, arm) in by_arm]:

@@ -279,7 +279,7 @@ def corpora_are_read_or_refused(raw):
 def demonstrations_are_read_or_refused(raw):
     tokenizer = TOKENIZERS["byte-level, tags straddle tokens"]
     trajectories = parsed_or_one_line(
-        raw, lambda path: load_demonstrations(path, tokenizer, FakeRetriever(), PROTOCOL), r"(:\d+|: question .*)?: ")
+        raw, lambda path: load_demonstrations(path, tokenizer, FakeRetriever(), PROTOCOL), r"(:\d+( record \d+)?|: question .*)?: ")
     for trajectory in trajectories or []:
         assert trajectory.finish == "answer" and len(trajectory.response_ids) == len(trajectory.sampled)
 
@@ -348,7 +348,7 @@ def check(property, cases):
 
 @pytest.mark.parametrize("property", PROPERTIES, ids=lambda property: property.__name__)
 def test_property(property):
-    check(property, 200)
+    check(property, 100)
 
 
 # -----------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def test_a_turn_of_closing_tokens_takes_linear_time(token):
         assert not row.invalid and row.query is None
 
     turn(100)
-    assert seconds(turn, 8000) < 20 * seconds(turn, 1000) < 20      # eightfold; quadratic: 64-fold
+    assert seconds(turn, 16000) < 80 * seconds(turn, 1000) < 20     # sixteenfold; quadratic: 256-fold
 
 
 # -----------------------------------------------------------------------------
