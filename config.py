@@ -1,6 +1,6 @@
 """
-config.py — every setting of a training run: one flat dataclass whose fields are the flags of train.py, its presets, and
-the checks that name the flag.
+config.py — every setting of a training run: one flat dataclass whose fields are the flags of train.py, its presets,
+and the checks that name the flag.
 
     python train.py --help
 """

@@ -1,7 +1,7 @@
 """
 experiments.py — the evidence in the README: when does stratification help? Flat, resumable, never a single run.
 
-    python -m extras.experiments run --parts 1,2,3          # two to three hours of two cores; goes on where it stopped
+    python -m extras.experiments run --parts 1,2,3          # under an hour on two cores; goes on where it stopped
     python -m extras.experiments run --parts 2 --seeds 1    # a look
     python -m extras.experiments run --parts 4 --model SmolLM2-135M-Instruct --data FOLDER
     python -m extras.experiments table                      # results.jsonl as the tables of the README
