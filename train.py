@@ -234,9 +234,9 @@ def alarms(metrics, scores):
     found = {name: f"{name} {metrics[name]:.3f} is {'above' if sign > 0 else 'below'} {limit}: {text}"
              for name, (sign, limit, text) in limits.items()
              if name in metrics and sign * (metrics[name] - limit) > 0}
-    stratum, largest = max(metrics.get("strata", {"": {"share": 0.0}}).items(), key=lambda item: item[1]["share"])
-    if largest["share"] > 0.98:
-        found["strata"] = f"stratum {stratum} holds {largest['share']:.1%} of the rollouts: there is no structure left"
+    count, most = max(metrics["by_searches"].items(), key=lambda item: item[1]["share"])
+    if most["share"] > 0.98:
+        found["by_searches"] = f"{most['share']:.1%} of the rollouts have {count} searches: no structure is left"
     means = [sum(scores[i : i + 5]) / 5 for i in range(len(scores) - 4)]  # of five steps
     if means and means[-1] < 0.5 * max(means):
         found["em"] = f"EM of the last five steps, {means[-1]:.3f}, is below half of the best five, {max(means):.3f}"

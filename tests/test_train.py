@@ -351,17 +351,18 @@ def test_resampling_drops_groups_without_spread_and_fills_up():
 
 def test_alarms():
     calm = dict(truncated_share=0.1, invalid_share=0.2, unanswered_share=0.5, entropy=0.2, approx_kl=0.01, clipfrac=0.1,
-                strata={"0": {"share": 0.98}, "2": {"share": 0.02}})
+                by_searches={"0": {"share": 0.98}, "2": {"share": 0.02}})
     assert alarms(calm, [0.4, 0.5, 0.6, 0.5, 0.4, 0.3]) == {}
     for change in (dict(truncated_share=0.51), dict(invalid_share=0.6), dict(unanswered_share=0.6), dict(entropy=0.005),
-                   dict(approx_kl=0.2), dict(clipfrac=0.4), dict(strata={"2": {"share": 0.99}, "0": {"share": 0.01}})):
+                   dict(approx_kl=0.2), dict(clipfrac=0.4), dict(by_searches={"2": {"share": 0.99}, "0": {"share": 0.01}})):
         (name, text), = alarms({**calm, **change}, [0.4]).items()
-        assert name in change and (name == "strata" or f"{change[name]:.3f}" in text)
-    assert "stratum 2 holds 99.0%" in alarms({**calm, "strata": {"2": {"share": 0.99}}}, [])["strata"]
+        assert name in change and (name == "by_searches" or f"{change[name]:.3f}" in text)
+    assert "99.0% of the rollouts have 2 searches" in alarms(
+        {**calm, "by_searches": {"2": {"share": 0.99}}}, [])["by_searches"]
     fallen = alarms(calm, [0.6] * 5 + [0.1] * 5)
     assert list(fallen) == ["em"] and "0.100" in fallen["em"] and "0.600" in fallen["em"]
     assert alarms(calm, [0.6] * 5 + [0.1] * 2) == {}  # one bad step is none
-    assert alarms({k: v for k, v in calm.items() if k not in ("entropy", "strata")}, []) == {}  # no update in this step
+    assert alarms({k: v for k, v in calm.items() if k not in ("entropy", "approx_kl")}, []) == {}  # no update in this step
 
 
 # -----------------------------------------------------------------------------
