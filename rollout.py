@@ -534,7 +534,7 @@ def load_demonstrations(path, tokenizer, retriever, protocol, max_context=4096):
     for question in questions:
         turns = question.metadata["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-            raise ValueError(f"{path}: question {question.id}: 'turns' must be a list of strings, one per sampled turn")
+            raise ValueError(f"{path}: question {question.id[:80]}: 'turns' must be a list of strings, one per sampled turn")
     try:
         return replay([question.metadata["turns"] for question in questions], questions, tokenizer, retriever, protocol,
                       max_context)

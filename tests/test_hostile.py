@@ -253,7 +253,7 @@ def parsed_or_one_line(raw, load, where=r": "):
             return None
 
 
-LINE = r"(:\d+: |: no questions|: the corpus is empty)"    # file:line, unless it is about the whole file
+LINE = r"(:\d+( record \d+)?: |: no questions|: the corpus is empty)"    # file:line, unless it is about the whole file
 
 
 def clean(value):
