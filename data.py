@@ -109,8 +109,8 @@ def _parse_question(row, where, extra):
     for name in ("id", "question"):
         if not isinstance(row[name], str) or not row[name].strip():
             raise ValueError(f"{where}: {name!r} must be a non-empty string, not {reprlib.repr(row[name])}")
-    if not row["id"].isprintable():  # ids end up in messages and tables, a line each
-        raise ValueError(f"{where}: 'id' must consist of printable characters, not {reprlib.repr(row['id'])}")
+    if not row["id"].isprintable() or len(row["id"]) > 200:  # it ends up in messages and tables, in a line
+        raise ValueError(f"{where}: 'id' must be at most 200 printable characters, not {reprlib.repr(row['id'])}")
     answers = row["golden_answers"]
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
         raise ValueError(f"{where}: 'golden_answers' must be a list of strings, not {reprlib.repr(answers)}")

@@ -221,6 +221,14 @@ def test_metadata_is_not_shared(tmp_path):
         ({"id": "q2", "question": "who?"}, "'golden_answers' is missing"),
         (row(id=7), "'id'"),
         (row(id="q2", question=" "), "'question'"),
+        (row(id="q\n2"), "'id' must be at most 200 printable characters"),
+        (row(id="q" * 201), "'id' must be at most 200 printable characters"),
+        (row(id="q2", question="\ud800"), "surrogates not allowed"),
+        (row(id="q2", metadata={"x": float("nan")}), "not JSON compliant"),
+        ('{"id": "q2", "id": "q3", "question": "who?", "golden_answers": ["Ann"]}', "a key appears twice"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"id": ' + "9" * 5000 + "}", "Exceeds the limit"),
+        (row(id="q2", golden_answers="x" * 10**6), "'golden_answers' must be a list of strings, not 'xxx"),
         (row(id="q2", question=None), "'question'"),
         (row(id="q2", golden_answers=[]), "'golden_answers' is empty"),
         (row(id="q2", golden_answers="Ann"), "'golden_answers' must be a list of strings"),
@@ -234,7 +242,7 @@ def test_loader_errors_name_file_and_line(tmp_path, bad, message):
     with pytest.raises(ValueError) as error:
         load_questions(path)
     assert str(error.value).startswith(f"{path}:3: ") and message in str(error.value)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
 def test_loader_errors_without_a_line(tmp_path):
