@@ -511,17 +511,17 @@ def replay(demonstrations, questions, tokenizer, retriever, protocol, max_contex
             ended = False
             for token in turns.pop(0) if turns else []:
                 if ended:
-                    raise ValueError(f"demonstration for question {row.question.id[:80]}: a turn goes on after "
+                    raise ValueError(f"demonstration for question {row.question.id}: a turn goes on after "
                                      f"its closing tag, or is longer than --max-turn-tokens {protocol.max_turn_tokens}")
                 row.accept(token, 0.0)
                 ended = row.trajectory.finish or row.invalid or row.query is not None
             if not ended or row.trajectory.finish == "turns" or (turns and row.trajectory.finish):
-                raise ValueError(f"demonstration for question {row.question.id[:80]}: each turn must end in "
+                raise ValueError(f"demonstration for question {row.question.id}: each turn must end in "
                                  "</search>, the last in </answer>, within --max-searches")
         answer_searches([row for row, _ in under_way], retriever, codec)
         for row, _ in under_way:
             if row.trajectory.finish == "length":
-                raise ValueError(f"demonstration for question {row.question.id[:80]}: longer than "
+                raise ValueError(f"demonstration for question {row.question.id}: longer than "
                                  f"--max-context {max_context}")
         under_way = [(row, turns) for row, turns in under_way if not row.trajectory.finish]
     return trajectories
@@ -534,7 +534,8 @@ def load_demonstrations(path, tokenizer, retriever, protocol, max_context=4096):
     for question in questions:
         turns = question.metadata["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-            raise ValueError(f"{path}: question {question.id[:80]}: 'turns' must be a list of strings, one per sampled turn")
+            raise ValueError(f"{path}: question {question.id}: 'turns' must be a list of strings, one per sampled "
+                             "turn")
     try:
         return replay([question.metadata["turns"] for question in questions], questions, tokenizer, retriever, protocol,
                       max_context)

@@ -8,7 +8,7 @@ from conftest import FakeRetriever, make_model, make_tokenizer
 import train
 from config import Config
 from data import Question
-from extras.drift import decisions, masked, search_probability
+from extras.drift import PARTS, decisions, masked, search_probability
 from rollout import Protocol, Trajectory, replay
 
 PROTOCOL = Protocol(prompt="Q: {question}\n", retry="again\n", max_turn_tokens=24, max_observation_tokens=45)
@@ -16,7 +16,8 @@ PROTOCOL = Protocol(prompt="Q: {question}\n", retry="again\n", max_turn_tokens=2
 
 def rollouts(tokenizer):
     turns = [["<search> a </search>"] * n + ["<answer> b </answer>"] for n in (0, 1, 2, 1, 0, 2)]
-    made = replay(turns, [Question(str(i), "what?", ["b"]) for i in range(6)], tokenizer, FakeRetriever(), PROTOCOL, 400)
+    questions = [Question(str(i), "what?", ["b"]) for i in range(6)]
+    made = replay(turns, questions, tokenizer, FakeRetriever(), PROTOCOL, 400)
     for trajectory, reward in zip(made, (0.0, 1.0, 0.0, 0.0, 1.0, 1.0)):
         trajectory.reward, trajectory.group = reward, 0
     return made
@@ -31,7 +32,7 @@ def test_decisions_are_the_first_tokens_of_the_turns(tokenizer):
 def test_the_parts_add_up_and_sans_push_on_the_first_decision_is_zero(tokenizer):
     made = rollouts(tokenizer)
     advantages, strata = train.compute_advantages(made, Config(advantage="san"))
-    every, first, rest = (masked(advantages, made, part) for part in ("all tokens", "decisions only", "other tokens only"))
+    every, first, rest = (masked(advantages, made, part) for part in PARTS)
     assert torch.equal(every, first + rest) and (first * rest == 0).all()
     push = collections.Counter()
     for row, stratum in zip(first, strata.tolist()):

@@ -279,7 +279,8 @@ def corpora_are_read_or_refused(raw):
 def demonstrations_are_read_or_refused(raw):
     tokenizer = TOKENIZERS["byte-level, tags straddle tokens"]
     trajectories = parsed_or_one_line(
-        raw, lambda path: load_demonstrations(path, tokenizer, FakeRetriever(), PROTOCOL), r"(:\d+( record \d+)?|: question .*)?: ")
+        raw, lambda path: load_demonstrations(path, tokenizer, FakeRetriever(), PROTOCOL),
+        r"(:\d+( record \d+)?|: question .*)?: ")
     for trajectory in trajectories or []:
         assert trajectory.finish == "answer" and len(trajectory.response_ids) == len(trajectory.sampled)
 
