@@ -95,7 +95,7 @@ def main():
         write_toy(folder)
         front = RandomQueries(real_open(f"{folder}/corpus.jsonl", cache_dir=folder), world.FIRST)
         train.open_retriever = lambda *arguments, **options: front
-        train.exact_match = lambda answer, golden: float(torch.rand(()) < 0.5)  # so that there is always an update
+        train.reward = lambda *_: float(torch.rand(()) < 0.5)  # so that there is always an update
         train.main(["--preset", "tiny", "--name", "soak", "--model", str(folder), "--steps", str(steps),
                     "--questions", f"{folder}/train.jsonl", "--corpus", f"{folder}/corpus.jsonl",
                     "--questions-per-step", "2", "--rollouts-per-question", "2", "--max-context", "160",
