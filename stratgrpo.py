@@ -106,6 +106,11 @@ def _check_options(eps, ddof):
         raise ValueError(f"ddof is {ddof}: it must be 0 (divide by n) or 1 (divide by n - 1)")
 
 
+def _normalise(rewards, mean, std, has_spread, eps):
+    # convention 4. a lone rollout has no spread either
+    return torch.where(has_spread, (rewards.double() - mean) / (std + eps), 0.0)  # (N,) double
+
+
 def group_advantages(rewards, groups, eps=1e-6, ddof=0):
     """GRPO, equation (5).
 
@@ -116,9 +121,7 @@ def group_advantages(rewards, groups, eps=1e-6, ddof=0):
     check_rollouts(rewards, groups=groups)
     _check_options(eps, ddof)
     index, _, mean, std, has_spread = _moments(rewards, groups, ddof)
-    advantages = (rewards.double() - mean[index]) / (std[index] + eps)  # (N,)
-    # convention 4. a lone rollout has no spread either
-    return torch.where(has_spread[index], advantages, 0.0).to(rewards.dtype)  # (N,)
+    return _normalise(rewards, mean[index], std[index], has_spread[index], eps).to(rewards.dtype)  # (N,)
 
 
 def pool_small_strata(groups, strata, min_stratum):
@@ -169,11 +172,9 @@ def stratified_advantages(rewards, groups, strata, eps=1e-6, ddof=0, min_stratum
         raise ValueError(f"small is {small!r}: it must be one of {', '.join(SMALL_STRATA)}")
     if small == "pool":
         strata = pool_small_strata(groups, strata, min_stratum)  # (N,)
-    cells = _pair(groups, strata)  # (N,)
-    # a stratum is treated as GRPO treats a group
-    advantages = group_advantages(rewards.double(), cells, eps, ddof)  # (N,)
-    index, count, mean, std, _ = _moments(rewards, cells, ddof)
+    index, count, mean, std, has_spread = _moments(rewards, _pair(groups, strata), ddof)
     count, mean, std = count[index], mean[index], std[index]  # (N,) each
+    advantages = _normalise(rewards, mean, std, has_spread[index], eps)  # (N,)
     if small == "zero":
         replacement = torch.zeros_like(advantages)
     elif small == "center":
@@ -183,7 +184,7 @@ def stratified_advantages(rewards, groups, strata, eps=1e-6, ddof=0, min_stratum
         weight = count / (count + tau)
         mean = weight * mean + (1 - weight) * group_mean[group]
         std = weight * std + (1 - weight) * group_std[group]
-        replacement = torch.where(has_spread[group], (rewards.double() - mean) / (std + eps), 0.0)
+        replacement = _normalise(rewards, mean, std, has_spread[group], eps)
     else:
         replacement = advantages  # pooled: a stratum that is still small is its whole group
     return torch.where(count < min_stratum, replacement, advantages).to(rewards.dtype)  # (N,)
