@@ -88,13 +88,6 @@ class Critic:
         self.optimizer = MasterAdamW(self.head, learning_rate, (0.9, 0.999), 0.0)
         self.learning_rate = learning_rate
 
-    def state_dict(self):
-        return {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state):
-        self.head.load_state_dict(state["head"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
     @torch.no_grad()
     def features(self, model, trajectories, token_budget):
         """-> for each trajectory (T, D + columns): what is known before each of its T sampled tokens."""

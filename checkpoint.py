@@ -179,6 +179,11 @@ def load_optimizer(optimizer, folder, name="optimizer"):
     optimizer.load_state_dict({"adamw": {"state": state, **settings}, "masters": [masters[i] for i in sorted(masters)]})
 
 
+def save_critic(critic, folder):
+    save_file(critic.head.state_dict(), folder / "critic.safetensors")
+    save_optimizer(critic.optimizer, folder, "critic_optimizer")
+
+
 def load_critic(critic, folder):
     critic.head.load_state_dict(load_file(folder / "critic.safetensors"))
     load_optimizer(critic.optimizer, folder, "critic_optimizer")
@@ -203,8 +208,7 @@ def save_checkpoint(folder, step, model, tokenizer, protocol, optimizer, critic=
         save_protocol(protocol, aside)
         save_optimizer(optimizer, aside)
         if critic:
-            save_file(critic.head.state_dict(), aside / "critic.safetensors")
-            save_optimizer(critic.optimizer, aside, "critic_optimizer")
+            save_critic(critic, aside)
         files = {path.relative_to(aside).as_posix(): fingerprint(path) for path in sorted(aside.rglob("*"))
                  if path.is_file()}
         write_json(aside / "manifest.json", {"step": step, "files": files})

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baselines import Critic, dr_grpo_advantages, gae, reinforce_advantages, rloo_advantages, searches_so_far
+from checkpoint import load_critic, save_critic
 from data import Question
 from rollout import Protocol, Search, Trajectory, replay
 from stratgrpo import group_advantages
@@ -174,10 +175,11 @@ def test_the_critic_does_not_touch_the_policy_or_the_random_numbers(trajectories
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_critic_goes_on_where_it_was(trajectories, model):
+def test_the_critic_goes_on_where_it_was(trajectories, model, tmp_path):
     first, second = Critic(model, 4, True, 1e-2), Critic(model, 4, True, 1e-2)
     fit(first, model, trajectories, 3)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    save_critic(first, tmp_path)
+    load_critic(second, tmp_path)
     a, b = fit(first, model, trajectories, 2), fit(second, model, trajectories, 2)
     assert torch.equal(a[0], b[0]) and a[1] == b[1]
 
