@@ -64,6 +64,19 @@ def cache_folder(given=None):
     return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "stratgrpo"))
 
 
+@contextlib.contextmanager
+def one_builder(folder, tell):
+    """Of processes that want `folder` built at once, one runs the block and the others, after tell(), wait for it. The
+    system frees the lock of one that dies. The lock file beside the folder stays."""
+    with open(f"{folder}.lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tell()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def to_passage(document, score, id=None):
     """Passage from a stored {"contents"} or {"title", "text"}; servers may send no id, then the title stands in.
     ValueError, KeyError, TypeError or AttributeError if it is none."""
@@ -193,7 +206,7 @@ def build_index(corpus, cache_dir):
 
     The name hashes what the index depends on: corpus, our format, Anserini's version (k1 and b act at search time).
     Built aside, then renamed, so what has the final name is whole. Of processes that want the same index at once, one
-    builds it and the others wait; the system frees the lock of one that dies, and the next build removes its remains.
+    builds it and the others wait; what one that died has left the next build removes.
     """
     digest = hashlib.sha256()
     for path in corpus_files(corpus):
@@ -205,12 +218,7 @@ def build_index(corpus, cache_dir):
     if is_whole(folder, jnius):                     # needs no lock, so a cache may be read-only
         return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with open(f"{folder}.lock", "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"another process builds {folder}; waiting for it", file=sys.stderr)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with one_builder(folder, lambda: print(f"another process builds {folder}; waiting for it", file=sys.stderr)):
         if not is_whole(folder, jnius):
             if folder.exists():
                 print(f"{folder} is damaged; it is built again", file=sys.stderr)

@@ -19,7 +19,6 @@ The same world, policy and warm start serve every estimator; nothing here knows 
 """
 import argparse
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -34,7 +33,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from data import load_questions
 from policy import warm_start
-from retriever import cache_folder, open_retriever
+from retriever import cache_folder, one_builder, open_retriever
 from rollout import Protocol, load_demonstrations, save_protocol
 
 TINY = Protocol(prompt="{question}\n", retry="\nThat was not valid .\n", passage="{text}\n", max_searches=3,
@@ -258,60 +257,57 @@ def similar_lengths_together(trajectories, rng):
     return [trajectory for run in batches for batch in run for trajectory in batch]
 
 
-def prepare(cache="", seed=0, log=print):
-    """-> folder with the world of this seed and its warm-started policy, made once: corpus.jsonl, train.jsonl,
-    heldout.jsonl, demos.jsonl, protocol.json, model and tokenizer. The cache key holds the sources it depends on, so an
-    edit makes a new one. Of processes that want the same world at once, one makes it and the others wait.
-    """
-    root = cache_folder(cache)
-    here = pathlib.Path(__file__).parent
-    source = b"".join((here / name).read_bytes() for name in ("world.py", "policy.py", "rollout.py"))
-    folder = root / f"world-{seed}-{hashlib.sha256(source).hexdigest()[:12]}"
+def made_once(name, sources, cache, log, make):
+    """-> folder NAME-HASH in the cache, filled by make(folder), once. The hash is that of the sources, files beside
+    this one, so that an edit makes a new folder. Made aside, then renamed: a half-made one is never used. Of processes
+    that want the same folder at once, one makes it and the others wait."""
+    root, here = cache_folder(cache), pathlib.Path(__file__).parent
+    source = b"".join((here / path).read_bytes() for path in sources)
+    folder = root / f"{name}-{hashlib.sha256(source).hexdigest()[:12]}"
     if folder.is_dir():
         return folder
     root.mkdir(parents=True, exist_ok=True)
-    with open(root / f"{folder.name}.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log(f"another process is making {folder}; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with one_builder(folder, lambda: log(f"another process is making {folder}; waiting for it")):
         if not folder.is_dir():
-            build_folder(folder, seed, log)
+            aside = folder.with_name(f"{folder.name}.tmp")
+            shutil.rmtree(aside, ignore_errors=True)  # left by a kill -9
+            aside.mkdir(mode=0o700)
+            try:
+                make(aside)
+                os.replace(aside, folder)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
     return folder
 
 
-def build_folder(folder, seed, log):
-    """Made aside, then renamed: a half-made world is never used.
+def prepare(cache="", seed=0, log=print):
+    """-> folder with the world of this seed and its warm-started policy, see made_once: corpus.jsonl, train.jsonl,
+    heldout.jsonl, demos.jsonl, protocol.json, model and tokenizer.
 
     The warm start is one pass: first right demonstrations with one passage a search (a short course in reading and
     copying), then noisy ones with the protocol's three.
     """
-    aside = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)  # left by a kill -9
-    aside.mkdir(mode=0o700)
-    try:
+    def make(folder):
         world, tokenizer = build_world(seed), build_tokenizer()
         for name, rows in (("corpus", world.passages), ("train", world.train), ("heldout", world.heldout)):
-            write_lines(aside / f"{name}.jsonl", rows)
-        tokenizer.save_pretrained(aside)
-        save_protocol(TINY, aside)
+            write_lines(folder / f"{name}.jsonl", rows)
+        tokenizer.save_pretrained(folder)
+        save_protocol(TINY, folder)
         log(f"embedded world {seed}: {len(world.passages)} passages, {len(world.train)} training questions; "
             "warm start, once")
-        retriever = open_retriever(str(aside / "corpus.jsonl"), cache_dir=aside / "index")
+        retriever = open_retriever(str(folder / "corpus.jsonl"), cache_dir=folder / "index")
         course = []
         for count, noise, protocol in ((SHORT_COURSE, {}, dataclasses.replace(TINY, passages=1)),
                                        (FULL_COURSE, NOISE, TINY)):
-            write_lines(aside / "demos.jsonl", demonstrations(world, world.train, retriever, seed, count, noise))
+            write_lines(folder / "demos.jsonl", demonstrations(world, world.train, retriever, seed, count, noise))
             course += similar_lengths_together(
-                load_demonstrations(aside / "demos.jsonl", tokenizer, retriever, protocol), random.Random(seed))
+                load_demonstrations(folder / "demos.jsonl", tokenizer, retriever, protocol), random.Random(seed))
         policy = build_policy(tokenizer, seed)
         warm_start(policy, course, len(course) // BATCH, BATCH, LEARNING_RATE, 1600, seed=None, log_every=100, log=log)
-        policy.save_pretrained(aside)
-        shutil.rmtree(aside / "index", ignore_errors=True)
-        os.replace(aside, folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        policy.save_pretrained(folder)
+        shutil.rmtree(folder / "index", ignore_errors=True)
+
+    return made_once(f"world-{seed}", ("world.py", "policy.py", "rollout.py"), cache, log, make)
 
 
 if __name__ == "__main__":

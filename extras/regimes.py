@@ -1,5 +1,5 @@
 """
-regimes.py — two small worlds in which the two-level bandit (extras/experiments.py) becomes a language model that
+regimes.py — two small worlds in which the two-level bandit (extras/bandit.py) becomes a language model that
 searches.
 
     python -m extras.regimes                # makes both, once, and measures how their policies start
@@ -29,12 +29,8 @@ folder that is printed:
 """
 import argparse
 import collections
-import hashlib
-import os
-import pathlib
 import random
 import shutil
-import tempfile
 
 import torch
 
@@ -101,38 +97,29 @@ def demonstrations(questions, mixture, rng):
 
 
 def prepare(regime, cache="", log=print):
-    """-> folder with the world of `regime` and its warm-started policy, made once: corpus.jsonl, train.jsonl,
-    heldout.jsonl, demos.jsonl, protocol.json, model and tokenizer. The cache key holds the sources it depends on, so
-    an edit makes a new one. KeyError: no such regime."""
-    mixture, root, here = MIXTURES[regime], retriever.cache_folder(cache), pathlib.Path(__file__).parents[1]
-    source = b"".join((here / name).read_bytes() for name in ("extras/regimes.py", "world.py", "policy.py",
-                                                              "rollout.py"))
-    folder = root / f"{regime}-{hashlib.sha256(source).hexdigest()[:12]}"
-    if folder.is_dir():
-        return folder
-    root.mkdir(parents=True, exist_ok=True)
-    aside = pathlib.Path(tempfile.mkdtemp(prefix=f"{regime}-", dir=root))  # renamed when whole: never half-made
-    try:
+    """-> folder with the world of `regime` and its warm-started policy, see world.made_once: corpus.jsonl, train.jsonl,
+    heldout.jsonl, demos.jsonl, protocol.json, model and tokenizer. KeyError: no such regime."""
+    mixture = MIXTURES[regime]
+
+    def make(folder):
         rng, tokenizer = random.Random(0), world.build_tokenizer()
         passages, train, heldout = build(rng)
         for name, rows in (("corpus", passages), ("train", train), ("heldout", heldout),
                            ("demos", demonstrations(train, mixture, rng))):
-            world.write_lines(aside / f"{name}.jsonl", rows)
-        tokenizer.save_pretrained(aside)
-        rollout.save_protocol(PROTOCOL, aside)
+            world.write_lines(folder / f"{name}.jsonl", rows)
+        tokenizer.save_pretrained(folder)
+        rollout.save_protocol(PROTOCOL, folder)
         log(f"regime {regime}: {len(passages)} passages, {len(train)} training questions; warm start, once")
-        search = retriever.open_retriever(str(aside / "corpus.jsonl"), cache_dir=aside / "index")
-        course = rollout.load_demonstrations(aside / "demos.jsonl", tokenizer, search, PROTOCOL)
+        search = retriever.open_retriever(str(folder / "corpus.jsonl"), cache_dir=folder / "index")
+        course = rollout.load_demonstrations(folder / "demos.jsonl", tokenizer, search, PROTOCOL)
         model = world.build_policy(tokenizer, seed=0, num_hidden_layers=3)
         policy.warm_start(model, course, len(course) // BATCH, BATCH, LEARNING_RATE, 1024, seed=None, log_every=50,
                           log=log)
-        model.save_pretrained(aside)
-        shutil.rmtree(aside / "index")
-        if not folder.is_dir():  # another process may have been faster
-            os.replace(aside, folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return folder
+        model.save_pretrained(folder)
+        shutil.rmtree(folder / "index")
+
+    sources = ("extras/regimes.py", "world.py", "policy.py", "rollout.py")
+    return world.made_once(regime, sources, cache, log, make)
 
 
 def start(folder, cache="", rollouts=4):
