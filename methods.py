@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from data import Question
 from policy import stop_ids
 from retriever import Passage
-from rollout import SEARCH_R1, Codec, Protocol, Row, Trajectory, answer_searches, rollout, sample_rows
+from rollout import SEARCH_R1, Codec, Protocol, Row, Trajectory, answer_searches, begin, rollout, sample_rows
 
 UNTAGGED = dict(retry="", search=("", ""), answer=("", ""), max_searches=0)  # the end of the text ends the answer
 
@@ -120,7 +120,7 @@ def rag(sampler, protocol, questions):
 def ircot(sampler, protocol, questions):
     """Search for the question, write a sentence, search for the sentence, ... until one names the answer."""
     codec = Codec(sampler.tokenizer, protocol)
-    trajectories = begin(sampler, codec, questions)
+    trajectories = begin_all(sampler, codec, questions)
     asking = list(zip(trajectories, questions, [question.question for question in questions]))
     for turn in range(protocol.max_searches + 1):
         last_turn = turn == protocol.max_searches
@@ -141,7 +141,7 @@ def ircot(sampler, protocol, questions):
 def search_o1(sampler, protocol, questions):
     """Search inside the reasoning; a second pass condenses the passages before they enter it."""
     codec, condense = Codec(sampler.tokenizer, protocol), Codec(sampler.tokenizer, CONDENSE)
-    trajectories = begin(sampler, codec, questions)
+    trajectories = begin_all(sampler, codec, questions)
     passes = [[trajectory] for trajectory in trajectories]
     opening, closing = protocol.search
     for turn in range(protocol.max_searches + 1):
@@ -161,7 +161,7 @@ def search_o1(sampler, protocol, questions):
             task = (f"Passages:\n{text}\nReasoning so far: {reasoning.strip()}\nSearch query: {query}\n"
                     f"Question: {questions[i].question}")
             tasks.append(Question(questions[i].id, task, questions[i].golden_answers))
-        second_passes = begin(sampler, condense, tasks)
+        second_passes = begin_all(sampler, condense, tasks)
         for (i, _, _), second_pass in zip(asking, second_passes):
             passes[i].append(second_pass)
         notes = write(sampler, condense, second_passes)
@@ -182,14 +182,8 @@ SEARCHLESS = {"direct", "cot", "r1"}  # these need no corpus
 # -----------------------------------------------------------------------------
 # their steps
 
-def begin(sampler, codec, questions):
-    """-> a trajectory with its prompt for each question. ValueError if one does not fit."""
-    trajectories = [Trajectory(question.id, i, codec.prompt(question.question)) for i, question in enumerate(questions)]
-    for trajectory in trajectories:
-        if len(trajectory) >= sampler.max_context:
-            raise ValueError(f"question {trajectory.question_id}: prompt of {len(trajectory)} tokens does not fit "
-                             f"--max-context {sampler.max_context}")
-    return trajectories
+def begin_all(sampler, codec, questions):
+    return [begin(codec, question, i, sampler.max_context) for i, question in enumerate(questions)]
 
 
 class Writer:

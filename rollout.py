@@ -247,6 +247,15 @@ def last_boxed(text):
 # -----------------------------------------------------------------------------
 # one rollout
 
+def begin(codec, question, group, max_context):
+    """-> a trajectory that holds the prompt and nothing else. ValueError if the prompt does not fit."""
+    trajectory = Trajectory(question.id, group, codec.prompt(question.question))
+    if len(trajectory) >= max_context:
+        raise ValueError(f"question {question.id}: prompt of {len(trajectory)} tokens does not fit "
+                         f"--max-context {max_context}")
+    return trajectory
+
+
 class Row:
     """A trajectory under way. `feed` holds the ids of the trajectory that are not in the KV cache yet, `length` those
     that are."""
@@ -423,12 +432,9 @@ def rollout(model, tokenizer, questions, retriever, protocol, rollouts_per_quest
     codec, stop_tokens = Codec(tokenizer, protocol), frozenset(stop_ids(model, tokenizer))
     rows = []
     for group, question in enumerate(questions):
-        prompt_ids = codec.prompt(question.question)
-        if len(prompt_ids) >= max_context:
-            raise ValueError(f"question {question.id}: prompt of {len(prompt_ids)} tokens does not fit "
-                             f"--max-context {max_context}")
+        first = begin(codec, question, group, max_context)
         for _ in range(rollouts_per_question):
-            trajectory = Trajectory(question.id, group, prompt_ids)
+            trajectory = Trajectory(question.id, group, first.prompt_ids)
             rows.append(Row(trajectory, question, codec, max_context, stop_tokens))
     sample_rows(model, rows, functools.partial(answer_searches, retriever=retriever, codec=codec), temperature, slots,
                 max_context, generator)

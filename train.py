@@ -52,7 +52,7 @@ from policy import (MasterAdamW, OutOfMemory, choose_device, load_policy, micro_
                     pad_trajectories, token_logprobs, warm_start)
 from retriever import RetrieverError, open_retriever
 from rewards import reward
-from rollout import Codec, load_demonstrations, load_protocol, record, rollout
+from rollout import Codec, begin, load_demonstrations, load_protocol, record, rollout
 from stratgrpo import blended_advantages, group_advantages, kl_k3, ppo_clip_loss, stratified_advantages, stratum_report
 
 
@@ -308,9 +308,7 @@ def setup(config, folder, resumed, held):
     codec = Codec(tokenizer, protocol)
     # all would take a while
     for question in sorted(questions + held_out, key=lambda question: len(question.question))[-1000:]:
-        if (length := len(codec.prompt(question.question))) >= config.max_context:
-            raise ValueError(f"question {question.id}: prompt of {length} tokens does not fit "
-                             f"--max-context {config.max_context}")
+        begin(codec, question, 0, config.max_context)  # ValueError if the prompt does not fit
     retriever = open_retriever(data["corpus"], cache_dir=config.cache or None)
     retriever.search(["is anyone there"], 1)  # a server that is down is found now
     if config.demos and not resumed:
@@ -468,10 +466,11 @@ def train(config, folder, model, tokenizer, protocol, questions, held_out, retri
                 step += 1
             tqdm.write(step_line(metrics, config))
             scores.append(metrics["em"])
-            for name, text in alarms(metrics, scores).items():
+            ringing = alarms(metrics, scores)
+            for name, text in ringing.items():
                 if name not in warned:  # once, not at every step from here on
                     tqdm.write(f"warning: {text}")
-            warned = set(alarms(metrics, scores))
+            warned = set(ringing)
             bar.update()
             if dropped >= config.max_dropped:
                 raise FloatingPointError(f"{dropped} steps in a row were dropped ({metrics['dropped_because']}); their "
