@@ -28,6 +28,7 @@ import tempfile
 import time
 import traceback
 
+from checkpoint import append_line, read_lines
 from extras import bandit, regimes
 
 BAD, RARE = "searches-a-lot-badly", "good-searching-is-rare"
@@ -62,7 +63,7 @@ LAST = 10  # the end of a run: its last steps, whose sampled EM is the mean of 6
 def summarise(folder):
     """A finished run folder -> what results.jsonl keeps of it."""
     evaluations = json.loads((folder / "eval.json").read_text(encoding="utf-8"))
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = read_lines(folder / "metrics.jsonl")
     last = str(max(map(int, evaluations)))
     keys = ("em", "searches", "entropy", "grad_norm", "approx_kl", "clipfrac", "dead_share", "singleton_share",
             "var_group", "var_stratum", "response_tokens", "unanswered_share")
@@ -127,15 +128,6 @@ def plan_real(model, data, seeds, results):
             for seed in range(seeds) for arm in ("grpo", "stratified")]
 
 
-def read(results):
-    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()] if results.exists() else []
-
-
-def append(results, *rows):
-    with open(results, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
 def key(row):
     return row["part"], row["regime"], row["arm"], row["seed"]
 
@@ -145,7 +137,7 @@ def run(args):
     results.parent.mkdir(parents=True, exist_ok=True)
     logs = results.parent / "logs"
     logs.mkdir(exist_ok=True)
-    rows = read(results)
+    rows = read_lines(results)
     if 1 in args.parts:
         done = {(row["group_size"], row["p"]) for row in rows if row["part"] == 1}
         for size in bandit.GROUP_SIZES:
@@ -153,7 +145,7 @@ def run(args):
                 if (size, p) not in done:
                     settings = [{"p": p, "q": q, "group_size": size, "alpha": alpha}
                                 for q in bandit.SKILLS for alpha in bandit.ALPHAS]
-                    append(results, *bandit.run(settings, range(8)))
+                    append_line(results, *bandit.run(settings, range(8)))
     done = {key(row) for row in rows if row["part"] > 1}
     tasks = plan(args.parts, args.seeds, args.cache)
     if 4 in args.parts:
@@ -166,7 +158,7 @@ def run(args):
         for count, row in enumerate(pool.imap_unordered(one_run, tasks), 1):
             if isinstance(row, str):
                 sys.exit(f"error: a run failed, see {row}")
-            append(results, row)
+            append_line(results, row)
             print(f"{(time.monotonic() - started) / 60:6.1f} min {count:4d}/{len(tasks)} | part {row['part']} "
                   f"{row['regime']} {row['arm']} seed {row['seed']} | EM {row['em_before']:.3f} -> {row['em']:.3f} | "
                   f"searches {row['searches_before']:.2f} -> {row['searches']:.2f} | {row['seconds']:.0f} s",
@@ -212,7 +204,7 @@ HEADER = ("| estimator | seeds | sampled EM, means of ten steps | sampled EM, la
 
 
 def table(args):
-    rows = read(pathlib.Path(args.results))
+    rows = read_lines(pathlib.Path(args.results))
     if not rows:
         sys.exit(f"error: --results {args.results}: no such file or no rows; make them with: run --parts 1,2,3")
     for size in bandit.GROUP_SIZES:

@@ -1,8 +1,11 @@
 """Shared by the tests: a tiny byte-level tokenizer whose merges straddle tags, tiny random models, a retriever without
 Java."""
+import contextlib
+import http.server
 import os
 import pathlib
 import sys
+import threading
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
@@ -34,6 +37,20 @@ def make_model(tokenizer, seed=0, **changes):
                     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None,
                     eos_token_id=tokenizer.eos_token_id, initializer_range=0.3)
     return Qwen2ForCausalLM(Qwen2Config(**{**settings, **changes})).float()
+
+
+@contextlib.contextmanager
+def serving(handler):
+    """A server on a free port of this machine that answers with `handler`, until the block ends."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 class FakeRetriever:

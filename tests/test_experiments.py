@@ -4,6 +4,7 @@ import pathlib
 
 import pytest
 
+from checkpoint import append_line, read_lines
 from config import parse_config
 from extras import experiments
 
@@ -48,11 +49,37 @@ def test_only_what_is_missing_is_run(planned, tmp_path, monkeypatch):
 
     monkeypatch.setattr(experiments.multiprocessing, "get_context", lambda how: type("Context", (), {"Pool": Pool}))
     monkeypatch.setattr("sys.argv", ["experiments", "run", "--parts", "2,3", "--seeds", "2", "--results", str(results)])
-    experiments.append(results, *(row(t["arm"], t["seed"], 0.5, t["part"], t["regime"]) for t, _ in planned[1:]))
+    append_line(results, *(row(t["arm"], t["seed"], 0.5, t["part"], t["regime"]) for t, _ in planned[1:]))
     experiments.main()
-    assert asked == [experiments.key(planned[0][0])] and len(experiments.read(results)) == len(planned)
+    assert asked == [experiments.key(planned[0][0])] and len(read_lines(results)) == len(planned)
     experiments.main()
     assert len(asked) == 1
+
+
+def test_part_4_makes_its_warm_start_once_and_every_run_from_it(tmp_path, monkeypatch):
+    import train
+    called = []
+
+    def warm_start(flags):
+        config, folder, _ = parse_config(flags)
+        called.append((config, pathlib.Path(config.demos).exists()))
+        (folder / "checkpoint-000000").mkdir(parents=True)
+
+    monkeypatch.setattr(train, "main", warm_start)
+    (tmp_path / "questions").mkdir()
+    (tmp_path / "questions/multihop_train.jsonl").write_text(json.dumps(
+        {"id": "a", "question": "who?", "golden_answers": ["b"],
+         "metadata": {"decomposition": [{"query": "x", "answer": "b"}]}}) + "\n")
+    for _ in (0, 1):
+        tasks = experiments.plan_real("model", tmp_path, 2, tmp_path / "results.jsonl")
+    ((warm, has_demos),) = called
+    assert has_demos and warm.steps == 0 and warm.sft_steps == 32 and warm.max_searches == 2
+    monkeypatch.chdir(tmp_path)
+    assert [experiments.key(task) for task, _ in tasks] == [
+        (4, "real", arm, seed) for seed in (0, 1) for arm in ("grpo", "stratified")]
+    for task, flags in tasks:
+        config, _, _ = parse_config(flags)
+        assert config.advantage == task["arm"] and config.steps == 12 and pathlib.Path(config.model).is_dir()
 
 
 def test_a_failed_run_stops_with_its_traceback(planned, tmp_path, monkeypatch):
@@ -66,8 +93,8 @@ def test_a_failed_run_stops_with_its_traceback(planned, tmp_path, monkeypatch):
 
 def test_tables_by_hand(tmp_path, monkeypatch, capsys):
     results = tmp_path / "results.jsonl"
-    experiments.append(results, *(row("grpo", seed, em) for seed, em in ((0, 0.4), (1, 0.5))),
-                       *(row("san", seed, em) for seed, em in ((1, 0.8), (0, 0.6))))
+    append_line(results, *(row("grpo", seed, em) for seed, em in ((0, 0.4), (1, 0.5))),
+                *(row("san", seed, em) for seed, em in ((1, 0.8), (0, 0.6))))
     monkeypatch.setattr("sys.argv", ["experiments", "table", "--results", str(results)])
     experiments.main()
     lines = capsys.readouterr().out.splitlines()

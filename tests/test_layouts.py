@@ -7,12 +7,12 @@ import os
 import pathlib
 import subprocess
 import sys
-import threading
 import tracemalloc
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from conftest import serving
 from hypothesis import given, settings, strategies as st
 
 import data
@@ -373,14 +373,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked, server.files, server.home = [], {}, str(tmp_path / "home")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Hub) as server:
+        server.asked, server.files, server.home = [], {}, str(tmp_path / "home")
+        yield server
 
 
 def resolve(hub, *names, **environment):

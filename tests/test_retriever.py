@@ -15,6 +15,7 @@ import time
 import urllib.error
 
 import pytest
+from conftest import serving
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import retriever
@@ -543,14 +544,9 @@ class Server(http.server.BaseHTTPRequestHandler):
 def server(monkeypatch):
     monkeypatch.setattr(retriever, "BACKOFF_SECONDS", 0.01)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    server.requests, server.url = [], f"http://127.0.0.1:{server.server_port}/"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Server) as server:
+        server.requests, server.url = [], f"http://127.0.0.1:{server.server_port}/"
+        yield server
 
 
 def test_http_speaks_search_r1(server):
