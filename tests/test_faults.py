@@ -223,13 +223,18 @@ def test_sigterm_is_ctrl_c_in_every_phase(where, call, done, run, straight, monk
     assert_same_run(straight, folder)
 
 
+def sleep_where_seen():
+    pathlib.Path("asleep").touch()
+    time.sleep(60)
+
+
 def slowly():
-    train.rollout = on_call(2, lambda: time.sleep(60), train.rollout)
+    train.rollout = on_call(2, sleep_where_seen, train.rollout)
 
 
 def test_two_processes_cannot_write_one_run(toy, tmp_path, forks, run, straight):
     process = forks(command_in_child, toy, tmp_path, [*FLAGS, "--name", "run"], slowly)
-    wait_for(lambda: (tmp_path / "runs/run/metrics.jsonl").exists())
+    wait_for(lambda: (tmp_path / "asleep").exists())     # it writes nothing from here on
     before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     with pytest.raises(SystemExit, match="error: runs/run: another process is writing this run") as stop:
         run.resume()
