@@ -84,7 +84,7 @@ class Config:
     # the update
     epochs: int = flag(1, "PPO epochs over the rollouts of a step")
     mini_batch: int = flag(64, "rollouts per optimizer step")
-    micro_batch_tokens: int = flag(8192, "padded tokens per forward and backward. lower it when memory runs out")
+    micro_batch_tokens: int = flag(2048, "padded tokens per forward and backward; the fewer, the less memory")
     learning_rate: float = flag(3e-4, "AdamW learning rate, constant after the warm-up")
     warmup_steps: int = flag(5, "RL steps of linear learning-rate warm-up")
     weight_decay: float = flag(0.0, "AdamW weight decay")

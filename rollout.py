@@ -37,7 +37,7 @@ from data import extract_answer, load_questions, normalize_answer
 from layouts import strict_json
 from policy import stop_ids, vocabulary_logits
 
-PREFILL_TOKENS = 16384  # padded tokens in one forward; bounds the activations of a prefill
+PREFILL_TOKENS = 2048   # padded tokens in one forward: enough for a GPU, and a CPU keeps the activations in its cache
 TOKEN_CHARACTERS = 128  # more than a token of text holds; what lies beyond so many per token allowed is not even read
 
 
@@ -352,7 +352,8 @@ class SlotCache(Cache):
         if length > self.capacity:  # doubling: a short run never pays for the longest context allowed
             extra = max(length, min(2 * self.capacity, self.max_context)) - self.capacity
             for tensors in (self.keys, self.values):
-                tensors[:] = [torch.nn.functional.pad(tensor, (0, 0, 0, extra)) for tensor in tensors]
+                for i, tensor in enumerate(tensors):  # one by one: all at once would hold the cache twice
+                    tensors[i] = torch.nn.functional.pad(tensor, (0, 0, 0, extra))
             self.capacity += extra
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
@@ -378,9 +379,11 @@ def encode(model, cache, slots, feeds, lengths):
     """Run the R lists of ids `feeds` behind the `lengths` ids already cached in `slots`; -> last hidden state of each
     (R, D)."""
     if len(feeds) > 1 and len(feeds) * max(map(len, feeds)) > PREFILL_TOKENS:
-        half = len(feeds) // 2
-        parts = (slice(half), slice(half, None))
-        return torch.cat([encode(model, cache, slots[p], feeds[p], lengths[p]) for p in parts])
+        order = sorted(range(len(feeds)), key=lambda i: len(feeds[i]))  # similar lengths together: less padding
+        parts = order[: len(order) // 2], order[len(order) // 2 :]
+        hidden = [encode(model, cache, *([values[i] for i in part] for values in (slots, feeds, lengths)))
+                  for part in parts]
+        return torch.cat(hidden)[torch.tensor(order, device=model.device).argsort()]
     width, device = max(map(len, feeds)), model.device
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in feeds], device=device)                 # (R, T)
     starts = torch.tensor(lengths, device=device)                                                        # (R,)
