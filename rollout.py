@@ -38,6 +38,7 @@ from layouts import strict_json
 from policy import stop_ids, vocabulary_logits
 
 PREFILL_TOKENS = 2048   # padded tokens in one forward: enough for a GPU, and a CPU keeps the activations in its cache
+SAMPLING_BLOCK = 256    # tokens of the vocabulary summed up at once
 TOKEN_CHARACTERS = 128  # more than a token of text holds; what lies beyond so many per token allowed is not even read
 
 
@@ -405,21 +406,34 @@ def encode(model, cache, slots, feeds, lengths):
     return out.last_hidden_state[torch.arange(len(feeds), device=device), last]                          # (R, D)
 
 
+def invert(cdf, u):
+    """Rising sums (R, N), not normalised, and u (R, 1) -> the first index whose sum is above u (R, 1), and what u is
+    above the sum before it (R, 1). With a NaN among the sums the last index, for the caller to see the NaN there."""
+    total = cdf[:, -1:]
+    u = torch.minimum(u, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cdf, u, right=True).clamp(max=cdf.shape[1] - 1)
+    return index, u - torch.nn.functional.pad(cdf, (1, 0)).gather(1, index)
+
+
 def sample(logits, temperature, generator):
     """Logits (R, V) float32 -> ids (R,) and their log-probs (R,). Temperature 0 is greedy, scored at temperature 1.
 
-    Inverse-CDF sampling: much cheaper than torch.multinomial. float64, so that a token of probability 0 is never drawn.
+    Inverse-CDF sampling: much cheaper than torch.multinomial. In two levels, as summing up a large vocabulary token by
+    token would cost more than all else here: which block of tokens, then which token of it. Sums are float64, and a
+    token of probability 0 is never drawn.
     """
     logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)                                  # (R, V)
     if temperature == 0:
         ids = logits.argmax(-1)
     else:
-        cdf = logprobs.double().exp().cumsum(-1)                                                         # (R, V)
-        total = cdf[:, -1:]
-        u = torch.rand(total.shape, dtype=torch.float64, device=logits.device, generator=generator) * total
-        u = torch.minimum(u, torch.nextafter(total, torch.zeros_like(total)))
-        # with a NaN among the logits it is past the end; the log-prob then is NaN, for the caller to see
-        ids = torch.searchsorted(cdf, u, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+        blocks = torch.nn.functional.pad(logprobs.exp(), (0, -logits.shape[-1] % SAMPLING_BLOCK))
+        blocks = blocks.view(len(logits), -1, SAMPLING_BLOCK)                                            # (R, N, B)
+        sums = blocks.sum(-1, dtype=torch.float64)                                                       # (R, N)
+        u = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device, generator=generator)   # (R, 1)
+        block, u = invert(sums.cumsum(-1), u * sums.sum(-1, keepdim=True))                               # (R, 1) x 2
+        inside = blocks[torch.arange(len(logits), device=logits.device), block[:, 0]].double()           # (R, B)
+        ids = block * SAMPLING_BLOCK + invert(inside.cumsum(-1), u)[0]                                   # (R, 1)
+        ids = ids[:, 0].clamp(max=logits.shape[-1] - 1)
     return ids, logprobs.gather(-1, ids[:, None])[:, 0]
 
 

@@ -277,6 +277,32 @@ def test_sampling_follows_the_distribution_and_never_draws_probability_zero():
     assert greedy.item() == 3 and torch.allclose(logprobs, expected.log()[3])
 
 
+@pytest.mark.parametrize("vocabulary", [1, 255, 256, 257, 2000])
+def test_sampling_in_blocks_is_the_inverse_of_the_whole_cdf(vocabulary):
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(4000, vocabulary, generator=generator)
+    logits[torch.rand(logits.shape, generator=generator) < 0.5] = float("-inf")
+    logits[:, 256:512] = float("-inf")                                  # a whole block that is never drawn
+    logits[:, 0] = 0.0
+    ids, _ = sample(logits, 0.7, torch.Generator().manual_seed(1))
+    u = torch.rand(4000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    cdf = (logits / 0.7).log_softmax(-1).double().exp().cumsum(-1)      # (R, V)
+    low, high = (torch.nn.functional.pad(cdf, (1, 0)) / cdf[:, -1:]).gather(1, ids[:, None] + torch.tensor([0, 1])).T
+    # float32 probabilities: u may be outside the token's interval by their rounding, no more
+    assert (low - 1e-5 <= u[:, 0]).all() and (u[:, 0] <= high + 1e-5).all()
+    assert logits[torch.arange(4000), ids].isfinite().all()
+    assert vocabulary == 1 or len(ids.unique()) > vocabulary / 8
+
+
+def test_a_draw_at_the_very_end_or_of_nan_stays_in_the_vocabulary(monkeypatch):
+    logits = torch.full((2, 600), float("-inf"))
+    logits[0, 3], logits[1, :] = 0.0, float("nan")
+    for u in (0.0, 1.0):
+        monkeypatch.setattr(torch, "rand", lambda *size, **options: torch.full(size, u, dtype=torch.float64))
+        ids, logprobs = sample(logits, 1.0, None)
+        assert ids[0] == 3 and 0 <= ids[1] < 600 and logprobs[1].isnan()
+
+
 def test_chat_template_is_used_when_there_is_one():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
