@@ -487,7 +487,6 @@ def main(arguments=None):
     for name, value in (("asked", 8), ("rollouts", 8), ("turn-tokens", 48), ("max-context", 4096), ("repeats", 3),
                         ("threads", 2), ("micro-batch-tokens", Config.micro_batch_tokens)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--cache", default="", help="folder for indexes and the embedded world")
     parser.add_argument("--json", default="", metavar="FILE", help="write the rows of the table here, too")
     args = parser.parse_args(arguments)
@@ -498,7 +497,7 @@ def main(arguments=None):
     if unknown := set(parts) - PARTS.keys():
         sys.exit(f"error: --parts: no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     torch.set_num_threads(args.threads)
-    device, dtype = choose_device("auto", args.dtype)
+    device, dtype = choose_device()
     if args.model and not (args.questions and args.corpus):
         sys.exit("error: --model needs --questions and --corpus")
     if not args.model:
