@@ -10,7 +10,8 @@ Every rollout follows a forced pattern, so that all engines do the same work: ro
 times, each turn is `--turn-tokens` sampled tokens, queries are questions of the file, passages come from the corpus.
 
 What is left out favours the peers: only ours computes the log-prob of every token, and they get their observations as
-ids. "Turn by turn" is what flat GRPO scripts do: `generate` on the whole conversation, every turn anew.
+ids. "Turn by turn" is what flat GRPO scripts do: `generate` on the whole conversation, every turn anew. Peak memory is
+read as Linux counts it: without a GPU the parts update and growth need Linux.
 """
 import argparse
 import contextlib

@@ -1,5 +1,6 @@
 """The benchmark measures what it says: the same work for all, counted FLOPs, a padded update with our gradient."""
 import json
+import pathlib
 import statistics
 import sys
 
@@ -14,6 +15,7 @@ from policy import MasterAdamW
 from rollout import SEARCH_R1, Codec, Trajectory, answer_searches
 from test_train import toy  # noqa: F401  a fixture
 
+needs_proc = pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="no Linux")
 QUESTIONS = [Question(str(i), f"who {i}", ["nobody"]) for i in range(2)]
 
 
@@ -95,6 +97,7 @@ def test_ratio_exponent_and_turns():
     assert order == list("ababab") and {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3}
 
 
+@needs_proc
 def test_peak_memory_sees_what_was_allocated_and_freed():
     found = {}
     with bench.peak_memory(found):
@@ -117,6 +120,7 @@ def test_padded_update_learns_as_adamw_does(tokenizer):
     assert (a - before).norm() > 0.01 and (a - b).norm() < 1e-2 * (a - before).norm()
 
 
+@needs_proc
 def test_the_table_on_a_toy(toy, tmp_path, capsys):  # noqa: F811
     flags = ["--model", toy / "model", "--questions", toy / "train.jsonl", "--corpus", toy / "corpus.jsonl", "--cache",
              tmp_path / "cache", "--max-context", 512, "--asked", 2, "--rollouts", 2, "--turn-tokens", 3,
