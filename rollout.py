@@ -428,9 +428,9 @@ def sample(logits, temperature, generator):
     else:
         blocks = torch.nn.functional.pad(logprobs.exp(), (0, -logits.shape[-1] % SAMPLING_BLOCK))
         blocks = blocks.view(len(logits), -1, SAMPLING_BLOCK)                                            # (R, N, B)
-        sums = blocks.sum(-1, dtype=torch.float64)                                                       # (R, N)
+        sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)                                            # (R, N)
         u = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device, generator=generator)   # (R, 1)
-        block, u = invert(sums.cumsum(-1), u * sums.sum(-1, keepdim=True))                               # (R, 1) x 2
+        block, u = invert(sums, u * sums[:, -1:])                                                        # (R, 1) x 2
         inside = blocks[torch.arange(len(logits), device=logits.device), block[:, 0]].double()           # (R, B)
         ids = block * SAMPLING_BLOCK + invert(inside.cumsum(-1), u)[0]                                   # (R, 1)
         ids = ids[:, 0].clamp(max=logits.shape[-1] - 1)

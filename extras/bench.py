@@ -45,7 +45,6 @@ from rollout import Codec, Row, answer_searches, begin, load_protocol, sample_ro
 from stratgrpo import blended_advantages, group_advantages, ppo_clip_loss
 
 HERE = pathlib.Path(__file__).parent
-MOST_SEARCHES = 3
 
 
 # -----------------------------------------------------------------------------
@@ -69,7 +68,7 @@ class ForcedRow(Row):
                 self.trajectory.finish = "answer"
 
 
-def forced_rows(codec, questions, rollouts_per_question, turn_tokens, max_context, most_searches=MOST_SEARCHES):
+def forced_rows(codec, questions, rollouts_per_question, turn_tokens, max_context, most_searches=3):
     rows = []
     for group, question in enumerate(questions):
         for i in range(rollouts_per_question):
@@ -232,7 +231,6 @@ def exponent(sizes, values):
 
 def bench_rollout(args, report):
     rows = lambda: forced_rows(args.codec, args.batch, args.rollouts, args.turn_tokens, args.max_context)
-    end_turns = functools.partial(answer_searches, retriever=args.retriever, codec=args.codec)
     done, phase, encode = {}, {"read": 0.0, "decode": 0.0}, sampler.encode
 
     def timed_encode(model, cache, slots, feeds, lengths):
@@ -243,17 +241,18 @@ def bench_rollout(args, report):
         return out[0]
 
     rates = []                                                  # in every repetition: a machine's speed comes and goes
-    jobs = {"ours": lambda: done.update(ours=our_rollouts(args.policy, rows(), end_turns)),
+    jobs = {"ours": lambda: done.update(ours=our_rollouts(args.policy, rows(), args.end_turns)),
             "machine": lambda: rates.append(machine_rates(args.policy)),
             "transformers": lambda: done.update(transformers=turn_by_turn(
-                functools.partial(transformers_generate, args.policy), rows(), end_turns))}
+                functools.partial(transformers_generate, args.policy), rows(), args.end_turns))}
     if args.with_vllm:
         ask, stop = start_peer(args.with_vllm, "vllm", args.model,
                                {"threads": args.threads, "max_context": args.max_context, "seed": 0})
 
         def vllm():
             ask(reset=True)                                     # every repetition starts with an empty prefix cache
-            done["vllm"] = turn_by_turn(lambda prompts, n: ask(prompts=prompts, new_tokens=n)["ids"], rows(), end_turns)
+            done["vllm"] = turn_by_turn(lambda prompts, n: ask(prompts=prompts, new_tokens=n)["ids"], rows(),
+                                        args.end_turns)
         jobs["vllm"] = vllm
     sampler.encode = timed_encode
     seconds = alternate(jobs, args.repeats)
@@ -308,8 +307,7 @@ class Gradients:
 def bench_update(args, report):
     # at most two searches: the padded batch with all its logits has to fit
     rows = forced_rows(args.codec, args.batch[:1], 4, args.turn_tokens, args.max_context, 2)
-    trajectories = our_rollouts(args.policy, rows, functools.partial(answer_searches, retriever=args.retriever,
-                                                                     codec=args.codec))
+    trajectories = our_rollouts(args.policy, rows, args.end_turns)
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=torch.float64)
     # learning rate 0: the work of a step, and the same weights for all
     config = Config(learning_rate=0.0, mini_batch=len(trajectories), micro_batch_tokens=args.micro_batch_tokens)
@@ -398,9 +396,7 @@ def bench_retrieval(args, report):
     report(f"{len(asked)} different queries, 16 at a time", len(asked) / seconds, "queries/s")
     rows = forced_rows(args.codec, args.batch, args.rollouts, args.turn_tokens, args.max_context)
     searches = sum(len(row.queries) for row in rows)
-    found = {}
-    step = seconds_of(lambda: found.update(done=our_rollouts(args.policy, rows, functools.partial(
-        answer_searches, retriever=args.retriever, codec=args.codec))))
+    step = seconds_of(lambda: our_rollouts(args.policy, rows, args.end_turns))
     report(f"{searches} new queries / the rollouts of a step ({step:.0f} s, without its update)",
            100 * searches * seconds / len(asked) / step, "%", ("<", 5))
 
@@ -453,17 +449,18 @@ def bench_default(args, report):
     """`python train.py` from nothing, in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, HERE.parent / "train.py", "--cache", f"{folder}/cache"]
-        start, marks = time.perf_counter(), {}
+        start, before = time.perf_counter(), None
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as process:
             for line in process.stdout:
-                marks.setdefault(" ".join(line.split()[:1]), time.perf_counter() - start)
+                if line.startswith("step") and before is None:
+                    before = time.perf_counter() - start
         total = time.perf_counter() - start
         if process.returncode:
             sys.exit(f"error: python train.py ended with exit code {process.returncode}")
         metrics, = pathlib.Path(folder).glob("runs/*/metrics.jsonl")
         steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     rollouts, updates = (sum(step[key] for step in steps) for key in ("rollout_seconds", "update_seconds"))
-    before = marks["step"] - steps[0]["rollout_seconds"] - steps[0]["update_seconds"]
+    before -= steps[0]["rollout_seconds"] + steps[0]["update_seconds"]
     report(f"python train.py, {len(steps)} steps, from an empty cache", total, "s", ("<", 240))
     report("... world, index, warm start, first evaluation (cached but for the last)", before, "s")
     report("... rollouts", rollouts, "s")
@@ -513,6 +510,7 @@ def main(arguments=None):
     except (ValueError, OSError, RetrieverError) as error:
         sys.exit(f"error: {error}")
     args.batch = args.everything[: args.asked]
+    args.end_turns = functools.partial(answer_searches, retriever=args.retriever, codec=args.codec)
     rows = []
     for part in parts:
         print(f"{part}:", flush=True)
