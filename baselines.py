@@ -20,7 +20,7 @@ Departures:
 """
 import torch
 
-from policy import MasterAdamW, micro_batches, pad_trajectories
+from policy import MasterAdamW, last_hidden_states, micro_batches, pad_trajectories
 from stratgrpo import check_rollouts
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Critic:
         found = {}
         for part in micro_batches(trajectories, token_budget):
             ids, sampled = pad_trajectories(part, model.device)                                     # (B, L) x 2
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()     # (B, L, D)
+            hidden = last_hidden_states(model, ids).float()                             # (B, L, D)
             for row, trajectory in enumerate(part):
                 state = hidden[row, sampled[row].nonzero()[:, 0] - 1]                               # (T, D)
                 if self.columns:

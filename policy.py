@@ -6,8 +6,8 @@ policy.py — the policy: load a causal language model, score sampled tokens, wa
 
 One rule runs through this file: the distribution that is scored is the one that was sampled. Dropout is off, padding
 is on the right (a causal model never looks at it), temperature divides the logits here exactly as in rollout.py.
-Memory: the vocabulary projection is computed only at sampled positions, a chunk at a time, and again in the backward
-pass, so a (B, T, V) tensor never exists.
+What all rows of a batch begin with, a group's prompt, is run once. The vocabulary projection is computed only at
+sampled positions, a chunk at a time, and again in the backward pass, so a (B, T, V) tensor never exists.
 """
 import contextlib
 import json
@@ -163,6 +163,20 @@ def chunk_logprobs(model, hidden, targets, temperature):
     return logprobs, entropy
 
 
+def last_hidden_states(model, ids):
+    """ids (B, T) long, padded on the right -> last hidden states (B, T, D). What all rows begin with (rollouts of a
+    question, and in part of others: their prompt) is run once, and its gradient is the sum of theirs."""
+    batch, width = ids.shape
+    shared = min((ids == ids[0]).all(0).long().cumprod(0).sum().item(), width - 1)
+    # an eighth less to run pays for attention that goes by a mask; gradient checkpointing would lose the prefix's keys
+    if 8 * (batch - 1) * shared < batch * width or model.is_activation_checkpointing:
+        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    prefix = model.base_model(input_ids=ids[:1, :shared], use_cache=True)
+    prefix.past_key_values.batch_repeat_interleave(batch)
+    rest = model.base_model(input_ids=ids[:, shared:], cache=prefix.past_key_values, use_cache=True)
+    return torch.cat([prefix.last_hidden_state.expand(batch, -1, -1), rest.last_hidden_state], 1)
+
+
 def token_logprobs(model, ids, sampled, temperature=1.0):
     """Log-probability of every sampled token given all tokens before it, and the entropy of the distribution it came
     from.
@@ -170,7 +184,7 @@ def token_logprobs(model, ids, sampled, temperature=1.0):
     ids (B, T) long, sampled (B, T) bool, first column not sampled. Returns two float32 (B, T) tensors, zero where
     nothing was sampled; the entropy carries no gradient. Forced tokens (prompt, passages) are context only.
     """
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state     # (B, T, D)
+    hidden = last_hidden_states(model, ids)                                         # (B, T, D)
     # hidden t predicts token t+1
     rows, columns = sampled[:, 1:].nonzero(as_tuple=True)                           # (n,), (n,)
     hidden, targets = hidden[rows, columns], ids[rows, columns + 1]                 # (n, D), (n,)

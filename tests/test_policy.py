@@ -6,15 +6,15 @@ import shutil
 import pytest
 import torch
 from conftest import FakeRetriever, make_model, make_tokenizer
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import policy
 from data import Question
-from policy import (MasterAdamW, check_context, check_vocabulary_logits, choose_device, load_policy, micro_batches,
-                    pad_trajectories, stop_ids, token_logprobs, warm_start)
+from policy import (MasterAdamW, check_context, check_vocabulary_logits, choose_device, last_hidden_states, load_policy,
+                    micro_batches, pad_trajectories, stop_ids, token_logprobs, warm_start)
 from rollout import Protocol, Trajectory, replay, rollout
 
 PROTOCOL = Protocol(prompt="Q: {question}\n", retry="again\n", max_searches=2, max_turn_tokens=24,
@@ -222,6 +222,51 @@ def test_token_logprobs_equal_the_oracle_in_value_and_gradient(chunk, temperatur
     assert relative_difference(ours, gradients(model)) < 1e-4
 
 
+@pytest.fixture
+def tokens_run(model):
+    """Padded tokens of every forward of the trunk."""
+    found = []
+    handle = model.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: found.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    yield found
+    handle.remove()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=st.integers(1, 5), width=st.integers(2, 24), shared=st.integers(0, 24), padding=st.integers(0, 3))
+def test_a_common_prefix_is_run_once_with_the_same_values_and_gradient(model, tokens_run, batch, width, shared,
+                                                                       padding):
+    generator = torch.Generator().manual_seed(100 * batch + width)
+    ids = torch.randint(200, (batch, width), generator=generator)                               # (B, T)
+    ids[1:, :shared] = ids[0, :shared]
+    real = torch.ones(batch, width, 1)
+    if padding < width:
+        ids[-1, width - padding :], real[-1, width - padding :] = 0, 0
+    weights = torch.randn(batch, width, 1, generator=generator) * real                          # (B, T, 1)
+    model.zero_grad()
+    plain = model.base_model(input_ids=ids, use_cache=False).last_hidden_state                  # (B, T, D)
+    (plain * weights).sum().backward()
+    expected = torch.cat([p.grad.flatten() for p in model.base_model.parameters()])
+    model.zero_grad()
+    tokens_run.clear()
+    hidden = last_hidden_states(model, ids)
+    (hidden * weights).sum().backward()
+    assert torch.allclose(hidden * real, plain * real, atol=1e-4)
+    assert relative_difference(torch.cat([p.grad.flatten() for p in model.base_model.parameters()]), expected) < 1e-4
+    model.zero_grad()
+    common = 0
+    while common < width - 1 and len(set(ids[:, common].tolist())) == 1:
+        common += 1
+    saved = (batch - 1) * common
+    assert sum(tokens_run) == batch * width - (saved if saved >= batch * width / 8 else 0)
+
+
+def test_the_prompt_of_a_group_is_run_once(model, tokens_run):
+    group = [Trajectory("q", 0, [7] * 30, [i] * 10, [1] * 10, [0.0] * 10) for i in range(8)]
+    token_logprobs(model, *pad_trajectories(group, "cpu"))
+    assert tokens_run == [30, 8 * 10]
+
+
 def test_a_forced_token_is_context_only(model, trajectories):
     """Its own log-prob is no part of the loss, but it changes the log-probs of the sampled tokens behind it."""
     trajectory = next(t for t in trajectories if 0 in t.sampled and t.sampled[-1])
@@ -237,12 +282,15 @@ def test_a_forced_token_is_context_only(model, trajectories):
 
 def test_gradient_checkpointing_gives_the_same_gradient_and_the_same_rollouts(tokenizer, trajectories):
     model = make_model(tokenizer).train()
-    ids, sampled = pad_trajectories(trajectories, "cpu")
-    token_logprobs(model, ids, sampled)[0].sum().backward()
-    expected = gradients(model)
+    batches = [pad_trajectories(rows, "cpu") for rows in (trajectories, 3 * trajectories[:1])]  # the second: one prefix
+    expected = []
+    for ids, sampled in batches:
+        token_logprobs(model, ids, sampled)[0].sum().backward()
+        expected.append(gradients(model))
     model.activation_checkpointing_enable()
-    token_logprobs(model, ids, sampled)[0].sum().backward()
-    assert relative_difference(gradients(model), expected) < 1e-5
+    for (ids, sampled), gradient in zip(batches, expected):
+        token_logprobs(model, ids, sampled)[0].sum().backward()
+        assert relative_difference(gradients(model), gradient) < 1e-5
     again = rollout(model, tokenizer, QUESTIONS, FakeRetriever(), PROTOCOL, 2, max_context=250,
                     generator=torch.Generator().manual_seed(0))
     assert [t.response_ids for t in again] == [t.response_ids for t in trajectories]  # its cache is not switched off
