@@ -46,7 +46,8 @@ def out_of_memory_names(name, change="lower"):
 def choose_device(device="auto", dtype="auto"):
     """Flags -> (device, torch dtype). auto: a GPU if there is one; bfloat16 where the GPU has it, float32 otherwise.
 
-    On a CPU auto is float32: without AMX, bfloat16 matrix products are many times slower. ValueError: no such device.
+    On a CPU auto is float32: without AVX512_BF16 or AMX, bfloat16 matrix products are many times slower. ValueError: no
+    such device.
     """
     if device.startswith("mps"):
         raise ValueError("--device mps: sampling needs float64, which mps lacks; use cpu or cuda")

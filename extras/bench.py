@@ -246,8 +246,8 @@ def bench_rollout(args, report):
             "transformers": lambda: done.update(transformers=turn_by_turn(
                 functools.partial(transformers_generate, args.policy), rows(), args.end_turns))}
     if args.with_vllm:
-        ask, stop = start_peer(args.with_vllm, "vllm", args.model,
-                               {"threads": args.threads, "max_context": args.max_context, "seed": 0})
+        ask, stop = start_peer(args.with_vllm, "vllm", args.model, {
+            "threads": args.threads, "max_context": args.max_context, "seed": 0, "dtype": args.dtype})
 
         def vllm():
             ask(reset=True)                                     # every repetition starts with an empty prefix cache
@@ -318,7 +318,8 @@ def bench_update(args, report):
         gradients.append(torch.cat([p.grad.flatten() for p in args.policy.parameters()]))
         args.policy.zero_grad()
     ours, theirs = gradients
-    report("gradient, relative difference", ((ours - theirs).norm() / theirs.norm()).item(), "", ("<=", 1e-4))
+    report("gradient, relative difference", ((ours - theirs).norm() / theirs.norm()).item(), "",
+           ("<=", 1e-4) if args.dtype == "float32" else None)   # bfloat16 rounds at 4e-3
     del gradients, ours, theirs
     memory, other = {"ours": {}, "padded": {}}, copy.deepcopy(args.policy)
     optimizers = {"ours": MasterAdamW(args.policy, 0.0, (0.9, 0.999), 0.0),
@@ -352,7 +353,7 @@ def bench_trl(args, report):
     texts = [args.codec.decode(trajectory.prompt_ids) for trajectory in begun]
     ask, stop = start_peer(args.with_trl, "trl", args.model, {
         "threads": args.threads, "prompts": texts, "rollouts_per_question": count, "new_tokens": new_tokens,
-        "steps": args.repeats + 1, "micro_batch": 8, "learning_rate": 1e-6})
+        "steps": args.repeats + 1, "micro_batch": 8, "learning_rate": 1e-6, "dtype": args.dtype})
     model = copy.deepcopy(args.policy)
     optimizer = MasterAdamW(model, 1e-6, (0.9, 0.999), 0.0)
     config = Config(learning_rate=1e-6, mini_batch=len(texts) * count, micro_batch_tokens=args.micro_batch_tokens)
@@ -485,6 +486,8 @@ def main(arguments=None):
     for name, value in (("asked", 8), ("rollouts", 8), ("turn-tokens", 48), ("max-context", 4096), ("repeats", 3),
                         ("threads", 2), ("micro-batch-tokens", Config.micro_batch_tokens)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
+                        help="of all engines; bfloat16 is the faster one on a CPU with AVX512_BF16 or AMX")
     parser.add_argument("--cache", default="", help="folder for indexes and the embedded world")
     parser.add_argument("--json", default="", metavar="FILE", help="write the rows of the table here, too")
     args = parser.parse_args(arguments)
@@ -495,7 +498,8 @@ def main(arguments=None):
     if unknown := set(parts) - PARTS.keys():
         sys.exit(f"error: --parts: no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     torch.set_num_threads(args.threads)
-    device, dtype = choose_device()
+    device, dtype = choose_device(dtype=args.dtype)
+    args.dtype = str(dtype).removeprefix("torch.")
     if args.model and not (args.questions and args.corpus):
         sys.exit("error: --model needs --questions and --corpus")
     if not args.model:
@@ -522,7 +526,7 @@ def main(arguments=None):
 
         PARTS[part](args, report)
     print(f"\n{platform.machine()}, {os.cpu_count()} cores, {args.threads} threads, torch {torch.__version__}, "
-          f"transformers {transformers.__version__}, {pathlib.Path(args.model).name} in {dtype} on {device}\n")
+          f"transformers {transformers.__version__}, {pathlib.Path(args.model).name} in {args.dtype} on {device}\n")
     print("| part | what | measured | goal | met |\n|---|---|---|---|---|")
     for row in rows:
         goal = " ".join(map(str, row["goal"])) if row["goal"] else ""

@@ -1,7 +1,7 @@
 """
 bench_peers.py — vLLM and TRL doing the jobs that bench.py times, each under its own interpreter (bench.py starts it).
 
-    VLLM_PYTHON extras/bench_peers.py vllm MODEL        # MODEL: a folder, loaded in float32
+    VLLM_PYTHON extras/bench_peers.py vllm MODEL        # MODEL: a folder
     TRL_PYTHON  extras/bench_peers.py trl  MODEL
 
 Both talk in lines of JSON; what the libraries print goes to stderr. The first line in holds the settings below, the
@@ -31,9 +31,9 @@ import tempfile
 import time
 from types import SimpleNamespace
 
-VLLM = {"threads": int, "max_context": int, "seed": int}            # max_context: tokens
+VLLM = {"threads": int, "max_context": int, "seed": int, "dtype": str}              # max_context: tokens
 TRL = {"threads": int, "prompts": list, "rollouts_per_question": int, "new_tokens": int, "steps": int,
-       "micro_batch": int, "learning_rate": float, "gradient_checkpointing": bool}
+       "micro_batch": int, "learning_rate": float, "dtype": str, "gradient_checkpointing": bool}
 # prompts: one text per question; micro_batch: samples in one forward; gradient_checkpointing: false if not given
 
 
@@ -62,8 +62,8 @@ def run_vllm(model, reply, _):
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")    # GiB; more rows than fit are preempted and prefilled again
     import vllm
 
-    llm = vllm.LLM(model, dtype="float32", max_model_len=settings.max_context, seed=settings.seed, enforce_eager=True,
-                   enable_prefix_caching=True)
+    llm = vllm.LLM(model, dtype=settings.dtype, max_model_len=settings.max_context, seed=settings.seed,
+                   enforce_eager=True, enable_prefix_caching=True)
 
     def generate(prompts, new_tokens):
         if max(map(len, prompts)) + new_tokens > settings.max_context:      # vLLM would stop early without a word
@@ -120,7 +120,7 @@ def run_trl(model, reply, folder):
         shuffle_dataset=False, temperature=1.0, max_completion_length=settings.new_tokens,
         generation_kwargs={"min_new_tokens": settings.new_tokens},
     )
-    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, settings.dtype))
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     dataset = datasets.Dataset.from_dict({"prompt": settings.prompts})
     trainer = trl.GRPOTrainer(policy, reward, config, dataset, processing_class=tokenizer, callbacks=[TakeTurns()])
