@@ -4,10 +4,12 @@ import contextlib
 import http.server
 import os
 import pathlib
+import signal
 import sys
 import threading
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+signal.signal(signal.SIGINT, signal.default_int_handler)    # scripts start background jobs with SIGINT ignored
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import pytest
