@@ -487,7 +487,7 @@ def main(arguments=None):
                         ("threads", 2), ("micro-batch-tokens", Config.micro_batch_tokens)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
-                        help="of all engines; bfloat16 is the faster one on a CPU with AVX512_BF16 or AMX")
+                        help="of --model, in all engines; auto: bfloat16 on a GPU that has it")
     parser.add_argument("--cache", default="", help="folder for indexes and the embedded world")
     parser.add_argument("--json", default="", metavar="FILE", help="write the rows of the table here, too")
     args = parser.parse_args(arguments)
